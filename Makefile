@@ -75,7 +75,8 @@ test-fast: $(installed) $(tools)
 	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(pytest) -m "not slow" $(TESTARGS)
 
 # Compiling without a GPU needs jax's CUDA plugin and one of NVIDIA's dozen wheels, with ptxas. They are
-# installed outside the environment, so that other tests do not find them.
+# installed outside the environment, so that other tests do not find them. Their `__init__.py` hide the
+# wheels in an environment made with EXTRA: with cuDNN, jax traces other programs.
 compiler := $(VENV)-compiler
 test-compiled: $(compiler)/.installed $(tools)
 	@JAX_PLATFORMS=cpu PYTHONPATH=$(compiler) TF_CPP_MIN_LOG_LEVEL=3 $(pytest) $(TESTARGS) \
@@ -87,6 +88,8 @@ $(compiler)/.installed: $(installed)
 	@find $(compiler) -mindepth 1 ! -name .zenflow_jax -delete
 	@version=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)') && $(pip) install --no-deps \
 	  --target $(compiler) jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
+	@cd $(compiler) && mkdir jax_cuda13_plugin && touch jax_cuda13_plugin/__init__.py \
+	  jax_plugins/__init__.py nvidia/__init__.py
 	@touch $@
 
 test-slurm: $(installed) $(tools)

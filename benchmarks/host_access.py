@@ -2,9 +2,10 @@
 
 XLA for GPUs annotates a slice inside a loop with a walk in bytes, offset + iteration * stride. Its
 runtime follows the walk and ignores the index. In jax 0.10.2 and 0.11.0, some walks differ from the
-index (openxla/xla#46231). `traffic` evaluates the index of each host memory slice for each
-iteration, and compares. A slice without a walk belongs to a kernel: then multiprocessors, not a
-copy engine, read host memory word by word.
+index (openxla/xla#46231), and in later versions those of pipelined copies do (openxla/xla#45393).
+`traffic` evaluates the index of each host memory slice for each iteration, and compares. A slice
+without a walk belongs to a kernel: then multiprocessors, not a copy engine, read host memory word
+by word.
 """
 
 import json
@@ -93,31 +94,52 @@ def _touches_host(program: Program, computation: str, x: Instruction) -> bool:
     return HOST in x.shape or any(HOST in program.shape_of(computation, o) for o in x.operands)
 
 
-def _copied_slice(program: Program, x: Instruction) -> tuple[str, Instruction, Any] | None:
+_Walk = tuple[int, int]  # offset and stride
+
+
+def _copied_slice(program: Program, x: Instruction) -> tuple[str, Instruction, _Walk] | None:
     """Returns an operation's slice: its computation, the instruction and its walk."""
     for name in x.called:
         for inner in program.computations[name].values():
-            match = re.search(r'"dynamic_slice_config":(\{[^}]*\})', inner.attributes)
-            if inner.opcode in _SLICES and match:
-                return name, inner, json.loads(match[1])
+            if inner.opcode in _SLICES and (walk := _annotated_walk(inner.attributes)):
+                return name, inner, walk
     return None
+
+
+def _annotated_walk(attributes: str) -> _Walk | None:
+    """Returns the walk in a slice's annotation.
+
+    Raises:
+        ValueError: If the annotation has an unknown form, whose numbers could mean anything.
+    """
+    _, key, text = attributes.partition('"dynamic_slice_config":')
+    if not key:
+        return None
+    config, _ = json.JSONDecoder().raw_decode(text)
+    fields, zeros = dict(config), [config.get("loop_index", "0")]  # the innermost loop
+    fields.pop("loop_index", None)
+    if "linear" in fields:  # since jax 0.12; the outer offset and stride are then unused
+        fields, zeros = fields.pop("linear"), [*zeros, *fields.values()]
+    known = {"byte_offset"} <= fields.keys() <= {"byte_offset", "byte_stride"}
+    if not known or any(x != "0" for x in zeros):
+        raise ValueError(f"The annotation {config} has an unknown form. Extend this reader.")
+    return int(fields["byte_offset"]), int(fields.get("byte_stride", 0))
 
 
 def _difference(
     program: Program,
     computation: str,
     caller: Instruction,
-    sliced: tuple[str, Instruction, Any],
+    sliced: tuple[str, Instruction, _Walk],
     loop: _Loop | None,
 ) -> str | None:
     """Describes how a walk differs from its slice's index; None if they agree."""
-    where, x, config = sliced
+    where, x, (offset, stride) = sliced
     if loop is None:
         return "the trip count of its loop is unknown"
     first = 1 if x.opcode == "dynamic-slice" else 2
     whole = program.shape_of(where, x.operands[0])
     part = x.shape if first == 1 else program.shape_of(where, x.operands[1])
-    offset, stride = int(config["byte_offset"]), int(config.get("byte_stride", 0))
     walk = [offset + i * stride for i in range(len(loop.values))]
     places = []
     for counter in loop.values:

@@ -1,7 +1,7 @@
 """Reads a compiled program's text: its computations, and their instructions.
 
 XLA prints a scheduled module, so a computation's instructions are in the order of execution. The
-text comes from `compiled.as_text()` with jax 0.10.2 to 0.11.2.
+text comes from `compiled.as_text()` with jax 0.10.2 to 0.12.0.1.
 """
 
 import math

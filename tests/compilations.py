@@ -8,7 +8,7 @@ import jax
 
 
 def times_compiled(program):
-    """Returns a jitted function's compilations; jax 0.10.2 to 0.11.2 have no public name for it."""
+    """Returns a jitted function's compilations; jax 0.10 to 0.12 have no public name for it."""
     return program._cache_size()
 
 

@@ -73,7 +73,7 @@ os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
 # A thread lowers all programs in one MLIR context. jax makes a context for each program and loads
 # all dialects into it, which took a tenth of the suite's time and half of its memory. Programs do
-# not depend on the context. Checked on jax 0.10.2 to 0.11.2, which have no option for it.
+# not depend on the context. Checked on jax 0.10.2 to 0.12.0.1, which have no option for it.
 context_of = functools.cache(lambda thread, make=mlir.make_ir_context: make())
 mlir.make_ir_context = lambda: context_of(threading.get_ident())
 

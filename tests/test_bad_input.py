@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import jax_utils, nnx
 
 import zenflow_jax
 from tests.mistakes import (
@@ -83,7 +83,7 @@ WRONG = {
     "full_warm_up_rounds": [-1, None],
     "rolling": [1],
     "staleness": [-1, 3, True],
-    "window_scaling": [2, "sqrt"],
+    "window_scaling": [0.5, "sqrt"],
     "provisional_share": [2, "half"],
     "send_gradients": ["later", None],
     "transfer_dtype": ["float16", 3],
@@ -145,8 +145,8 @@ def inject(static_args=STATIC_ARGS):
     [
         {"topk_ratio": np.float32(0.25), "update_interval": np.int64(2), "staleness": np.int32(0)},
         {"update_interval": AutoWindow(), "select_interval": None, "staleness": 0},
-        {"window_scaling": 0, "provisional_share": 0, "rolling": np.False_, "max_grad_norm": 1},
-        {"window_scaling": np.float32(1.0), "provisional_share": np.float32(1.0), "mask": True},
+        {"window_scaling": False, "provisional_share": 0, "rolling": np.False_, "max_grad_norm": 1},
+        {"window_scaling": np.True_, "provisional_share": np.float32(1.0), "mask": True},
         {"b1": 0, "b2": 0.0, "learning_rate": np.float64(0.1), "channel_axis": np.int32(-1)},
         {"learning_rate": {"bias": 1, "weight": lambda count, by=2: by}},
         {"channel_axis": lambda path, leaf: np.int64(-1), "learning_rate": jnp.float32(0.1)},
@@ -161,10 +161,11 @@ def test_values_next_to_rejected_values_are_accepted(options):
 
 
 INJECTED = {
-    **dict.fromkeys(["topk_ratio", "window_scaling", "provisional_share"], 0.5),
+    **dict.fromkeys(["topk_ratio", "provisional_share"], 0.5),
     **dict.fromkeys(["update_interval", "select_interval"], 2),
     **dict.fromkeys(["full_warm_up_rounds", "staleness"], 1),
-    "rolling": jnp.array(True),  # inject_hyperparams leaves Python bools unchanged
+    # `inject_hyperparams` leaves Python bools unchanged.
+    **dict.fromkeys(["rolling", "window_scaling"], jnp.array(True)),
     "channel_axis": -1,
     "mask": lambda count: jnp.ones_like(count),  # called like a schedule, with a count
 }
@@ -186,6 +187,16 @@ def test_leaves_with_unsupported_dtypes_are_rejected_by_name(dtype):
 
 
 SECOND_AXIS = {"first": jnp.ones((4, 64, 32)), "second": jnp.ones((64, 4, 32))}
+UNSTACKED = {
+    "embedding": jnp.ones((50, 64)),
+    "query": {"kernel": jnp.ones((64, 10, 16))},  # (embed, heads, width)
+    "router": jnp.ones((64, 16)),
+    "convolution": jnp.ones((3, 3, 30, 64)),
+    "pixels": jnp.ones((3, 64)),
+    "out": {"kernel": jnp.ones((10, 16, 64))},
+    "features": {"kernel": jnp.ones((10, 64))},
+    "mlp": jnp.ones((64, 256)),
+}
 SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64))}
 
 
@@ -203,6 +214,14 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
         (make(topk_ratio=0.05), SECOND_AXIS, "selects 1 of 4 channels along axis 1 of ['second']"),
         (make(topk_ratio=0.05), SECOND_AXIS | {"more": jnp.ones((256, 1024))}, None),
         (make(), SCANNED, "treats ['norm']['scale'] of shape (18, 64) as a matrix with 18 chan"),
+        (
+            make(),
+            [jnp.ones((6, 18, 64)), jnp.ones((6, 18, 9, 64))],
+            "treats [0] of shape (6, 18, 6",
+        ),
+        (make(), jax.tree.leaves(SCANNED) + [jnp.ones((64, 64))], "likewise"),
+        (make(resident=lambda _, x: x.shape[:-1] == (18,)), SCANNED, None),
+        (make(), UNSTACKED, None),
         (make(resident=lambda path, _: "scale" in str(path[-1])), SCANNED, None),
     ],
 )
@@ -265,6 +284,44 @@ def test_an_unsuitable_update_is_rejected(call, exception, word):
     assert_told(lambda: jax.jit(call)(), exception, word)
 
 
+def epoch(update):
+    def step(carry, _):
+        state, params = carry
+        updates, state = update(PARAMS, state, params)
+        return (state, updates), None
+
+    return lambda state: jax.lax.scan(step, (state, PARAMS), length=2)[0]
+
+
+LOOPS = {
+    "scan": epoch,
+    "fori_loop": lambda update: (
+        lambda state: jax.lax.fori_loop(
+            0, 2, lambda _, state: update(PARAMS, state, PARAMS)[1], state
+        )
+    ),
+    "while_loop": lambda update: (
+        lambda state: jax.lax.while_loop(
+            lambda state: state.step < 2, lambda state: update(PARAMS, state, PARAMS)[1], state
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_of_steps_under_jit_is_rejected_unless_a_branch_withholds_updates(loop):
+    word = "is called inside `lax.scan`"
+    for wrap in jax.jit, lambda call: call:
+        assert_told(lambda w=wrap: w(LOOPS[loop](TX.update))(STATE), ValueError, word)
+        assert_told(lambda w=wrap: LOOPS[loop](w(TX.update))(STATE), ValueError, word)
+    if loop == "scan":
+        several = optax.MultiSteps(TX, 2)
+        with jax.numpy_dtype_promotion("standard"):
+            jax.eval_shape(epoch(several.update), several.init(PARAMS))
+    alone = make(topk_ratio=1.0)
+    jax.eval_shape(LOOPS[loop](alone.update), alone.init(PARAMS))
+
+
 def test_init_and_update_inside_shard_map_are_rejected():
     mesh = jax.sharding.Mesh([DEVICE], "data")
     everywhere = jax.sharding.PartitionSpec()
@@ -286,14 +343,23 @@ def test_a_second_update_without_exchange_returns_nan():
 ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 LATE = make(send_gradients="after_step")
+
+
+def half_restored(state):
+    return state._replace(leaves=shapes_of(state.leaves))
+
+
 STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
 NO_ENGINE = [
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
     (lambda: engine(state=ADAM), ValueError, NO_STATE),
     (lambda: engine(state=nnx.state(nnx_optimizer(optax.adam(1.0)))), ValueError, NO_STATE),
     (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), ValueError, "jax.vmap(tx.init)"),
+    (lambda: engine(*jax_utils.replicate((PARAMS, STATE))), ValueError, "instead of `pmap`"),
     (lambda: engine(nnx_model()), ValueError, "nnx.state(model)"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "ShapeDtypeStruct"),
+    (lambda: engine(state=shapes_of(STATE)), TypeError, "at .step, .skipped"),
+    (lambda: zenflow_jax.place(PARAMS, half_restored(STATE)), TypeError, "at .leaves[0].steps, ."),
     (lambda: engine(shapes_of(PARAMS)), TypeError, "ShapeDtypeStruct"),
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),

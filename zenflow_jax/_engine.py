@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from zenflow_jax._checkpoint.resume import Joining, check_resumed
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
+from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
@@ -23,7 +24,7 @@ from zenflow_jax._exchange import checks
 from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
-from zenflow_jax._exchange.parts import OffloadedLeaves, new_host_state
+from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
 from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
@@ -108,8 +109,9 @@ class HostEngine:
         check_int_or_none("max_skipped", max_skipped, 1)
         check_one_of("check", check, ["samples", "all"])
         compact = checks.is_compact(host_state)
-        state, weights, moved = checks.checked(params, opt_state, engine_state is None)
+        state, weights = checks.checked(params, opt_state, engine_state is None)
         with Joining(state, weights, engine_state) as joining:
+            check_gpus(devices_of(weights))
             if engine_state is not None:
                 check_resumed(engine_state, state)
             offloaded = OffloadedLeaves.of(state, prefetch_bytes)
@@ -121,7 +123,7 @@ class HostEngine:
             host = new_host_state(offloaded.pick(weights), state, offloaded, adam, compact=compact)
             skipped = int(read(state.skipped_in_a_row))
             self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
-            self._checker = checks.StateChecker(state, weights, offloaded, moved)
+            self._checker = checks.StateChecker(state, weights, offloaded)
             self._progress = progress = Progress(state.schedule, offloaded)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
@@ -146,7 +148,6 @@ class HostEngine:
         stats = self._worker.stats
         return dataclasses.replace(
             stats,
-            put_back=self._checker.put_back,
             bytes_to_device=stats.bytes_to_device + self._updates.late_bytes,
             **self._progress.counts,
             **self._worker.recorder.seconds(),
@@ -196,7 +197,7 @@ class HostEngine:
         if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
         self._tokens.check_new_step(state)
-        state = self._checker.in_place(state, taken.weights)
+        self._checker.check_in_place(state, taken.weights)
         if first:
             self._updates.load(taken.offloaded)
             self._updates.note_channels(state.leaves)
@@ -204,8 +205,6 @@ class HostEngine:
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
-            for group in closing:
-                state = self._mailbox.send_sums(state, group)
             weights = self._updates.collect(taken.offloaded, arriving, state.step)
             leaves, measured = state.leaves, {}
             for group in closing:
@@ -241,12 +240,12 @@ class HostEngine:
 
     @recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Merges pending updates, unless this would lose provisional steps.
+        """Closes all windows and merges all updates, so that the parameters have every gradient.
 
-        Call this after the last exchange, and continue only from its result. Open windows stay
-        open, so a continued run has the same windows. The parameters contain the open windows'
-        gradients only as provisional steps, and not at all with `provisional_share=None`; end such
-        a run at the end of a window.
+        Call this after the last exchange, and continue only from its result. Later windows end at
+        the same steps as without a flush, so the next ones are shorter. With `window_scaling=None`
+        a window's update is a single step whatever its length; end such a run at the end of a
+        window.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -264,17 +263,19 @@ class HostEngine:
         copied = self._tokens.check_between_steps(state, "flush")
         taken = self._checker.take(params)
         if copied:
-            state = self._checker.in_place(state, taken.weights)
-        # An update mid-window would overwrite the provisional steps since the window opened.
-        at_once = state.schedule.provisional_share is None
-        pending, open_steps = self._updates.pending, self._progress.open_steps
-        arriving = [group for group in pending if at_once or not open_steps[group]]
+            self._checker.check_in_place(state, taken.weights)
+        opened = [group for group, steps in enumerate(self._progress.open_steps) if steps]
+        pending = list(self._updates.pending)
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
-        with self._lifecycle.change(flushes=True):
-            if arriving:
+        with self._lifecycle.change():
+            if pending or opened:
                 self._integrity.forget()
-                weights = self._updates.collect(taken.offloaded, arriving, state.step)
+                weights = self._updates.collect(taken.offloaded, pending, state.step)
+                for group in opened:  # one at a time, because updates take device memory
+                    self._updates.close_window(group)
+                    self._progress.window_closed(group)
+                    weights = self._updates.collect(weights, [group], state.step)
                 taken = taken.with_offloaded(weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)
@@ -292,7 +293,7 @@ class HostEngine:
 
         Returns:
             A tree of dicts, lists and arrays. The large arrays are in host memory (pinned on a
-            GPU), take 16 bytes per offloaded parameter until they are freed, and never change.
+            GPU), take 20 bytes per offloaded parameter until they are freed, and never change.
             Shapes and placements match `abstract_engine_state(opt_state)`.
 
         Raises:

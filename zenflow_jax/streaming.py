@@ -83,7 +83,7 @@ def stream(
     rank = mail_rank([leaf.spec for leaf in state.leaves])
     for place, leaf in zip(places, state.leaves, strict=True):
         if _is_layer(leaf, paths[place], weights[place], where):
-            check_layers_whole(leaf.spec)
+            check_layers_whole(leaf.spec, weights[place])
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
     if not any(map(is_streamed, weights)):
         raise ValueError(

@@ -1,5 +1,7 @@
 """A reader of compiled programs finds slices of host memory that a GPU would copy wrongly."""
 
+import json
+
 import pytest
 
 from benchmarks import host_access
@@ -62,12 +64,22 @@ body=%body, backend_config={{"known_trip_count":{{"n":"3"}},"known_init_step":{{
 """
 
 
-def read(index, offset=None, stride=256):
-    config = f'{{"loop_index":"0","byte_offset":"{offset}","byte_stride":"{stride}"}}'
-    walk = "" if offset is None else f', backend_config={{"dynamic_slice_config":{config}}}'
-    return host_access.traffic(PROGRAM.format(index=index, walk=walk))
+def read(index, annotation, text=PROGRAM):
+    config = json.dumps({"dynamic_slice_config": annotation}, separators=",:")
+    walk = f", backend_config={config}" if annotation else ""
+    return host_access.traffic(text.format(index=index, walk=walk))
 
 
+def flat(offset, stride):
+    return {"loop_index": "0", "byte_offset": str(offset), "byte_stride": str(stride)}
+
+
+def nested(offset, stride):
+    linear = {"byte_offset": str(offset), "byte_stride": str(stride)}
+    return flat(0, 0) | {"linear": linear}  # since jax 0.12
+
+
+@pytest.mark.parametrize("form", [flat, nested])
 @pytest.mark.parametrize(
     ("index", "offset", "stride"),
     [
@@ -78,37 +90,52 @@ def read(index, offset=None, stride=256):
         ("%down", 768, -256),
     ],
 )
-def test_a_slice_at_the_loop_index_is_correct_and_any_other_slice_is_wrong(index, offset, stride):
-    assert read(index, offset, stride) == host_access.Traffic(1, [], [], 1, 0)
+def test_a_slice_at_the_loop_index_is_correct_and_any_other_slice_is_wrong(
+    index, offset, stride, form
+):
+    assert read(index, form(offset, stride)) == host_access.Traffic(1, [], [], 1, 0)
     for other in ((offset + 256, stride), (offset, -stride), (offset, 0)):
-        found = read(index, *other)
+        found = read(index, form(*other))
         assert (found.right, found.kernels) == (0, [])
         assert "the index is" in found.wrong[0]
 
 
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        flat(0, 0) | {"table": {"offsets": ["0", "256", "512"]}},
+        flat(0, 256) | {"loop_index": "1"},
+        nested(0, 256) | {"byte_stride": "256"},
+        nested(0, 256) | {"linear": {}},
+        nested(0, 256) | {"linear": flat(0, 256)},
+    ],
+)
+def test_an_annotation_in_an_unknown_form_raises_an_error(annotation):
+    with pytest.raises(ValueError, match="unknown form"):
+        read("%i", annotation)
+
+
 def test_a_slice_without_a_walk_belongs_to_a_kernel():
-    found = read("%i")
+    found = read("%i", None)
     assert (found.right, found.wrong, len(found.kernels)) == (0, [], 1)
     assert found.kernels[0].startswith("body: fusion-start start")
 
 
 @pytest.mark.parametrize("index", ["%other", "%done"])
 def test_a_slice_with_an_unknown_index_is_not_accepted(index):
-    assert "its index is unknown" in read(index, 0).wrong[0]
+    assert "its index is unknown" in read(index, flat(0, 256)).wrong[0]
 
 
 def test_a_loop_with_an_unknown_trip_count_is_not_accepted():
     text = PROGRAM.replace("known_trip_count", "unknown")
-    config = ', backend_config={"dynamic_slice_config":{"byte_offset":"0","byte_stride":"256"}}'
-    found = host_access.traffic(text.format(index="%i", walk=config))
+    found = read("%i", flat(0, 256), text)
     assert "trip count" in found.wrong[0]
 
 
 def test_a_clamped_index_differs_from_an_index_past_the_end():
     # The index stays at the last layer; an unclamped one would read past the array's end.
     text = PROGRAM.replace('"n":"3"', '"n":"4"')
-    config = ', backend_config={"dynamic_slice_config":{"byte_offset":"256","byte_stride":"256"}}'
-    found = host_access.traffic(text.format(index="%pair#0", walk=config))
+    found = read("%pair#0", flat(256, 256), text)
     assert "index is [1, 2, 3, 3], the walk [1, 2, 3, 4]" in found.wrong[0]
 
 

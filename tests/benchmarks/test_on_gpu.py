@@ -39,7 +39,7 @@ def test_different_weights_and_losses_are_noticed():
 
 @pytest.mark.parametrize("name", ["adamw", "parked", "zenflow-s4-r0.05", STREAMED])
 def test_each_peers_step_can_be_lowered_for_cuda(name, monkeypatch):
-    monkeypatch.setattr("zenflow_jax._device.host_slices._DISABLED", True)  # for jax < 0.11.1
+    monkeypatch.setattr("zenflow_jax._device.gpu_faults._DISABLED", True)  # for jax < 0.11.1
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     put, park = (
         lambda x, where=where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

@@ -4,6 +4,7 @@ Wrong slices of host memory, or mail that is sent only at the end, occur only on
 tests pass with them. `figures.toml` contains the expected figures for each minor version of jax.
 """
 
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from tests.compiled import programs
 from tests.compiled.programs import PLAIN, STREAMING
 from train.cli.settings import SettingsError
-from zenflow_jax._device import host_slices
+from zenflow_jax._device import gpu_faults
 
 VERSION = ".".join(jax.__version__.split(".")[:2])
 FIGURES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())[VERSION]
@@ -39,6 +40,12 @@ def check(name, compiled):
     assert figures.hidden == pytest.approx(expected.hidden, abs=TOLERANCE), line
 
 
+@pytest.mark.parametrize("wheel", ["cudnn", "cublas", "cu13"])
+def test_wheels_that_change_programs_are_hidden(wheel):
+    # With cuDNN, jax traces flash attention; with cuBLAS, XLA chooses other kernels.
+    assert importlib.util.find_spec(f"nvidia.{wheel}") is None
+
+
 @pytest.mark.parametrize("name", PLAIN if REFUSES else [*PLAIN, *STREAMING])
 def test_a_program_uses_host_memory_as_in_the_table(name):
     check(name, (PLAIN | STREAMING)[name]())
@@ -53,16 +60,33 @@ def test_a_streaming_program_is_rejected_if_jax_slices_host_memory_wrongly(name)
 
 @pytest.mark.parametrize("name", ["streamed"] if REFUSES else [])
 def test_wrong_slices_in_loops_are_found(name, monkeypatch):
-    monkeypatch.setattr(host_slices, "_FIXED_VERSION", (0,))
+    monkeypatch.setattr(gpu_faults, "_FIXED_VERSION", (0,))
     compiled = STREAMING[name]()
     assert (len(compiled.wrong), compiled.figures.slices) == (2, 0)
 
 
+@pytest.fixture
+def optimized_more():
+    jax.config.update("jax_optimization_level", "O1")
+    yield
+    jax.config.update("jax_optimization_level", "UNKNOWN")
+
+
+@pytest.mark.usefixtures("optimized_more")
+@pytest.mark.parametrize("name", [] if REFUSES else ["streamed, fsdp=4"])
+def test_wrong_slices_of_pipelined_copies_are_rejected_and_found(name, monkeypatch):
+    with pytest.raises(NotImplementedError, match=r"xla#45393.*annotator"):
+        STREAMING[name]()
+    monkeypatch.setattr(gpu_faults, "_DISABLED", True)
+    compiled = STREAMING[name]()
+    assert (len(compiled.wrong), compiled.figures.slices) == (4, 0)
+
+
 @pytest.mark.parametrize("name", ["streamed"] if REFUSES else [])
 def test_the_flag_named_in_the_error_prevents_wrong_slices(name, monkeypatch):
-    monkeypatch.setattr(host_slices, "_DISABLED", True)
+    monkeypatch.setattr(gpu_faults, "_DISABLED", True)
     plain = jax.stages.Lowered.compile
-    options = {"xla_disable_hlo_passes": host_slices._PASS}
+    options = {"xla_disable_hlo_passes": gpu_faults._PASS}
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda x: plain(x, options))
     assert not STREAMING[name]().wrong
 

@@ -131,6 +131,12 @@ differentiated = jax.custom_vjp(one_example)
 differentiated.defvjp(lambda *inputs: (one_example(*inputs), None), lambda *_: None)
 
 
+def joined(params, x):
+    pair = [params["layers"], jax.tree.map(jnp.ones_like, params["layers"])]
+    layers = jax.tree.map(lambda *layers: jnp.stack(layers), *pair)
+    return jax.lax.scan(lambda x, layer: jax.lax.scan(block, x, layer), x, layers)[0]
+
+
 LINE = r"test_stream_scans\.py:\d+:\d+ \("
 MISUSES = {
     "read outside": (
@@ -149,6 +155,14 @@ MISUSES = {
     ),
     "other axes": (transposed, rf"`transpose` reads .*{LINE}transposed.*Stack layers along"),
     "custom derivative": (differentiated, r"`custom_vjp_call` reads"),
+    "no scan": (
+        lambda params, x: x @ params["layers"]["up"][0],
+        rf"scans no layers: .* reads \['layers'\]\['up'\] at .*{LINE}.*; or do not stream",
+    ),
+    "stacked in the loss": (
+        jax.jit(joined),
+        rf"stacks its layers itself: .* reads \['layers'\]\['down'\] at .*{LINE}joined.*; or do",
+    ),
 }
 
 

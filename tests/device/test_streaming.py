@@ -11,7 +11,7 @@ import zenflow_jax
 from tests.comparisons import assert_same_bits
 from tests.device.streamed_runs import INNER, OPTIONS, batches, block, loss, model, run
 from zenflow_jax import streaming
-from zenflow_jax._device import host_slices
+from zenflow_jax._device import gpu_faults
 from zenflow_jax._device.streamed import _as_floats, _as_packed
 
 HALVES = slice(None, 2), slice(2, None)
@@ -95,6 +95,17 @@ def test_gradients_that_do_not_come_from_exactly_one_use_end_the_run(gradients_o
     assert all(np.isnan(x).all() for x in updates_from(gradients_of, channels))
 
 
+def test_a_gradient_that_stops_in_the_scan_is_named():
+    def stopped(weights, x, y):
+        def constant(x, layer):
+            return block(x, jax.tree.map(jax.lax.stop_gradient, layer))
+
+        return jnp.sum(streaming.scan_layers(constant, x, weights["layers"])[0])
+
+    with pytest.raises(ValueError, match=r"no gradient for .*\['layers'\].*stop_gradient"):
+        updates_from(jax.grad(stopped))
+
+
 def test_layers_can_be_split_over_several_scans():
     def in_halves(weights, x, y):
         layers, head = weights["layers"], weights["head"]
@@ -116,7 +127,7 @@ def test_other_uses_of_streamed_weights_raise_an_error():
     state, batch = tx.init(params), next(batches(1, "float32"))
     weights = streaming.stream(params, state)
     norm = optax.clip_by_global_norm(1e6)
-    per_window = zenflow_jax.zenflow(1e-2, send_gradients="per_window").init(params)
+    after_step = zenflow_jax.zenflow(1e-2, send_gradients="after_step").init(params)
     for call, words in (
         # The derivative would be zero.
         (lambda: jax.grad(lambda p: loss(streaming.stream(p, state), *batch))(params), "inside"),
@@ -126,7 +137,7 @@ def test_other_uses_of_streamed_weights_raise_an_error():
             lambda: jax.grad(loss)(jax.tree.map(lambda x: x[:, None], weights), *batch),
             "Cast or reshape it in the scan's body",
         ),
-        (lambda: streaming.stream(params, per_window), "state has send_gradients='per_window'"),
+        (lambda: streaming.stream(params, after_step), "state has send_gradients='after_step'"),
         (lambda: tx.update(params, state, weights), "from `streaming.stream`. Pass the parameters"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -155,8 +166,7 @@ def test_a_device_that_streams_wrong_gradients_is_rejected(monkeypatch):
         streaming.check_device()
 
 
-def test_a_program_for_a_gpu_is_rejected_if_jax_slices_host_memory_wrongly(monkeypatch):
-    monkeypatch.setattr(host_slices, "_FIXED_VERSION", (99,))
+def traced_step():
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
     state = tx.init(params)
 
@@ -164,13 +174,31 @@ def test_a_program_for_a_gpu_is_rejected_if_jax_slices_host_memory_wrongly(monke
         return tx.update(jax.grad(loss)(streaming.stream(params, state), x, y), state, params)
 
     with jax.numpy_dtype_promotion("standard"):
-        traced = jax.jit(step).trace(params, state, *next(batches(1, "float32")))
-        traced.lower()
-        with pytest.raises(NotImplementedError, match=r"xla#46231.*0\.11\.1 .*Python 3\.12"):
-            traced.lower(lowering_platforms=("cuda",))
-        # Too late: XLA has already read its flags.
-        monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dynamic-slice-annotator")
-        with pytest.raises(NotImplementedError, match="before Python starts"):
-            traced.lower(lowering_platforms=("cuda",))
-        monkeypatch.setattr(host_slices, "_DISABLED", True)
+        return jax.jit(step).trace(params, state, *next(batches(1, "float32")))
+
+
+def test_a_program_for_a_gpu_is_rejected_if_jax_slices_host_memory_wrongly(monkeypatch):
+    monkeypatch.setattr(gpu_faults, "_FIXED_VERSION", (99,))
+    traced = traced_step()
+    traced.lower()
+    with pytest.raises(NotImplementedError, match=r"xla#46231.*0\.11\.1 .*Python 3\.12"):
         traced.lower(lowering_platforms=("cuda",))
+    # Too late: XLA has already read its flags.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dynamic-slice-annotator")
+    with pytest.raises(NotImplementedError, match="before Python starts"):
+        traced.lower(lowering_platforms=("cuda",))
+    monkeypatch.setattr(gpu_faults, "_DISABLED", True)
+    traced.lower(lowering_platforms=("cuda",))
+
+
+def test_a_program_for_a_gpu_is_rejected_if_xla_would_pipeline_copies_to_the_host(monkeypatch):
+    monkeypatch.setattr(gpu_faults, "_FIXED_VERSION", (0,))
+    traced_step().lower(lowering_platforms=("cuda",))
+    try:
+        jax.config.update("jax_optimization_level", "O1")
+        traced = traced_step()
+        traced.lower()
+        with pytest.raises(NotImplementedError, match=r"xla#45393.*_level .*unset, or .*annotator"):
+            traced.lower(lowering_platforms=("cuda",))
+    finally:
+        jax.config.update("jax_optimization_level", "UNKNOWN")

@@ -1,5 +1,6 @@
 """`zenflow()` from an optax user's point of view: its state, arguments, updates and mail."""
 
+import collections.abc
 import copy
 import dataclasses
 
@@ -7,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 
 import zenflow_jax
+from tests.comparisons import assert_same_bits
 from tests.compilations import times_compiled
 from tests.device.small_runs import (
     apply,
@@ -92,8 +95,42 @@ def test_a_state_keeps_its_settings_wherever_it_is_copied():
         jax.eval_shape(lambda: state),
         jax.lax.cond(state.step == 0, lambda x: x, lambda x: x, state),
         jax.lax.scan(lambda x, _: (x, None), state, length=2)[0],
+        rebuilt(state),
     ):
         assert jax.tree.structure(copied) == treedef
+
+
+def rebuilt(node):
+    """Rebuilds each container from its elements or fields, as orbax and others do."""
+    if jax.tree_util.all_leaves([node]):
+        return node
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*map(rebuilt, node))
+    if isinstance(node, collections.abc.Sequence):
+        return type(node)(map(rebuilt, node))
+    if isinstance(node, collections.abc.Mapping):
+        return type(node)((key, rebuilt(x)) for key, x in node.items())
+    if dataclasses.is_dataclass(node):
+        fields = [field.name for field in dataclasses.fields(node)]
+        return dataclasses.replace(node, **{x: rebuilt(getattr(node, x)) for x in fields})
+    return node
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_orbax_restores_a_part_of_a_checkpoint_that_contains_the_state(tmp_path, dtype):
+    params = example_params(dtype)
+    state = make().init(params)
+    tree = {"params": params, "state": (state, optax.EmptyState()), "more": jnp.ones(3)}
+    part = {"state": tree["state"]}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+        args = ocp.args.PyTreeRestore(
+            part,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(part),
+            partial_restore=True,
+        )
+        restored = checkpointer.restore(tmp_path / "saved", args=args)
+    assert_same_bits(restored, part)
 
 
 ADAPTIVE = {"update_interval": zenflow_jax.AutoWindow(), "window_scaling": None}

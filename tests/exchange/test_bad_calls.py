@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import zenflow_jax
 from tests.mistakes import (
     DEVICE,
     IN_HOST_MEMORY,
@@ -29,6 +30,7 @@ from tests.mistakes import (
     with_weight_in_host_memory,
 )
 from zenflow_jax import HostEngine
+from zenflow_jax.attach import attach
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def test_the_engine_rejects_wrong_calls_and_the_run_continues(running, undisturb
     jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 3), undisturbed)
 
 
-def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(running, undisturbed):
+def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(running):
     engine, *made = running
     for _ in range(2):
         for _ in range(2):
@@ -98,7 +100,12 @@ def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(runn
         call = functools.partial(engine.exchange, *step(*made))
         assert_told(call, RuntimeError, "A step was dropped")
         made = engine.flush(*made)
-    jax.tree.map(np.testing.assert_array_equal, made[0], undisturbed)
+    with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
+        expected = PARAMS, STATE
+        for t in range(1, 6):
+            expected = other.exchange(*step(*expected))
+            expected = other.flush(*expected) if t in (3, 5) else expected
+    jax.tree.map(np.testing.assert_array_equal, made[0], expected[0])
     assert engine.stats.steps == 5
     # Before the first step, there is no exchange to repeat.
     with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
@@ -106,16 +113,50 @@ def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(runn
         assert_told(call, RuntimeError, "the state of a new step")
 
 
-def test_mail_in_device_memory_is_put_back_once_and_then_rejected(running, undisturbed):
-    engine, *made = running
+def on_device(tree):
+    """Returns the tree in device memory, as from `jax.jit(tx.init, out_shardings=...)`."""
     place = jax.sharding.SingleDeviceSharding(DEVICE, memory_kind="device")
-    on_device = jax.jit(step.__wrapped__, out_shardings=place)
-    made = engine.exchange(*on_device(*made))
-    assert {x.sharding.memory_kind for x in made[1].mail if x is not None} == {"pinned_host"}
-    assert engine.stats.put_back == 3  # the leaf's mail, and step scalars of both kinds
-    wrong = functools.partial(engine.exchange, *on_device(*made))
-    assert_told(wrong, ValueError, "its gradients are in device memory")
+    return jax.device_put(tree, place)
+
+
+MISPLACED = "The state of ['weight'] is not where `tx.init(params)` puts it"
+
+
+def test_mail_in_device_memory_is_rejected_until_it_is_placed(running, undisturbed):
+    engine, *made = running
+    params, state = step(*made)
+    wrong = functools.partial(engine.exchange, params, on_device(state))
+    assert_told(wrong, ValueError, MISPLACED)
+    placed = zenflow_jax.place(params, on_device(state))
+    made = engine.exchange(params, placed)
     jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 3), undisturbed)
+
+
+@pytest.mark.parametrize("tx", [TX, optax.MultiSteps(TX, 1)], ids=["alone", "in a branch"])
+def test_a_state_in_device_memory_is_rejected_before_jax_reads_it_and_can_be_placed(tx):
+    state = on_device(tx.init(PARAMS))
+    call = functools.partial(HostEngine, PARAMS, state, host_kernel="numpy")
+    assert_told(call, ValueError, MISPLACED)
+    assert_told(functools.partial(attach(step_of(tx)), PARAMS, state), ValueError, MISPLACED)
+    runs = []
+    for first in zenflow_jax.place(PARAMS, state), tx.init(PARAMS):
+        with HostEngine(PARAMS, first, host_kernel="numpy") as engine:
+            runs.append(finish(engine, PARAMS, first, step=step_of(tx)))
+    jax.tree.map(np.testing.assert_array_equal, *runs)
+
+
+def test_a_restored_state_that_is_typed_as_on_the_device_is_rejected_in_a_branch():
+    tx = optax.MultiSteps(TX, 1)
+    state = jax.tree.map(assembled, tx.init(PARAMS))
+    assert_told(functools.partial(HostEngine, PARAMS, state), ValueError, MISPLACED)
+    HostEngine(PARAMS, zenflow_jax.place(PARAMS, state)).close()
+    HostEngine(PARAMS, jax.tree.map(assembled, STATE)).close()  # any step accepts it
+
+
+def assembled(x):
+    """Returns an array that was assembled from pieces, as by orbax."""
+    pieces = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
 
 
 NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)

@@ -24,7 +24,6 @@ from tests.layerwise.small_model import (
 )
 from zenflow_jax import layerwise
 from zenflow_jax.layerwise import _optimizer
-from zenflow_jax.layerwise._blocks import Block
 from zenflow_jax.layerwise._dispatch import Dispatcher
 
 # Users' models promote dtypes by jax's default rules.
@@ -177,7 +176,7 @@ def live_bytes(kind="device"):
 
 def most_bytes(monkeypatch, method, **options):
     """Returns the most bytes on the device in a step, beyond those before it, by micro-batches."""
-    most, original = {}, getattr(Block, method)
+    most, original = {}, getattr(Dispatcher, method)
     for parts in (1, 2, 4):
         with layerwise.Trainer(
             new_params(), **MODEL, optimizer=optax.adamw(1e-2), **options
@@ -192,7 +191,7 @@ def most_bytes(monkeypatch, method, **options):
                 return result
 
             with monkeypatch.context() as patched:
-                patched.setattr(Block, method, counted)
+                patched.setattr(Dispatcher, method, counted)
                 trainer.step(*np.split(BATCHES[1], parts))
             most[parts] = max(seen) - before
     return most
@@ -201,7 +200,7 @@ def most_bytes(monkeypatch, method, **options):
 @pytest.mark.usefixtures("nothing_is_small")
 @pytest.mark.parametrize("updates", ["after_backward", "during_backward"])
 def test_the_device_holds_a_few_layers_however_many_micro_batches_there_are(monkeypatch, updates):
-    most = most_bytes(monkeypatch, "fetch_weights", updates=updates)
+    most = most_bytes(monkeypatch, "_fetch", updates=updates)
     outer, one = 4 * 2 * WORDS * WIDTH, 4 * (2 * 12 * WIDTH + WIDTH)
     inputs = 4 * LAYERS * (4 * 5 * WIDTH)
     # The outer weights and their gradient; weights of three layers, gradients of two, and the

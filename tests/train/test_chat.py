@@ -98,9 +98,6 @@ def test_only_answers_and_their_ends_are_trained_on(template, name, case, texts)
 
 def test_a_template_that_hides_answers_is_rejected_with_a_remedy(written):
     for text in (
-        # Like templates for pictures, which require a list of parts.
-        "{% for m in messages %}{{ m.content if m.role == 'user' }}{{ m.content.text }}"
-        "<|turn_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
         "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}",
         # Answers with different ends, which cannot be recognized in the middle.
         "{% for m in messages %}{{ m.content }}{{ '<|end|>' if loop.last else '<|turn_end|>' }}"
@@ -108,6 +105,11 @@ def test_a_template_that_hides_answers_is_rejected_with_a_remedy(written):
     ):
         with pytest.raises(ConversationError, match=r"the answer in message 2.*endgeneration"):
             written(text).conversation(talk("A", "A", "A", "A", "A", "A"))
+
+
+def test_an_empty_answer_ends_where_the_template_writes_its_end(template):
+    conversation = template("thinking").conversation(talk("Who?", "", "Where?", "Here."))
+    assert answers_of(conversation) == [TURN_END, f"<think>\n\n</think>\n\nHere.{TURN_END}"]
 
 
 def answers_of(conversation):
@@ -123,6 +125,14 @@ def test_a_template_that_prompts_for_a_thought_does_not_prompt_for_one_that_the_
     for first, last in (("The cat.", "<th>."), ("a", "a"), ("assistant", "<")):
         conversation = chat_template.conversation(talk("Who?", first, "Where?", last))
         assert answers_of(conversation) == [first + TURN_END, last + TURN_END]
+
+
+def test_a_call_that_begins_like_the_prompts_thought_is_trained_on_from_its_first_letter(written):
+    text = "{{ m.content }}{% for c in m.tool_calls or [] %}<tool>{{ c.name }}{% endfor %}"
+    chat_template = written(written_as(text) + "{% if add_generation_prompt %}<think>{% endif %}")
+    turns = [*talk("Who?"), {"role": "assistant", "content": "", "tool_calls": [FIND]}]
+    conversation = chat_template.conversation([*turns, *talk("Who?", "It.")])
+    assert answers_of(conversation) == [f"<tool>find{TURN_END}", f"It.{TURN_END}"]
 
 
 def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(written):
@@ -146,7 +156,7 @@ def test_the_first_message_is_trained_on_in_its_place_and_not_where_its_text_rec
 
 
 @pytest.mark.parametrize("name", ["turns", "marked"])
-@pytest.mark.parametrize("field", ["weight", "loss_weight", "train", "training", "loss"])
+@pytest.mark.parametrize("field", ["weight", "Loss-Weight", "train", "loss_mask", "isTrainable"])
 def test_an_answer_with_weight_zero_is_not_trained_on(tmp_path, template, name, field):
     turns = talk("Who?", "A dog.", "Sure?", "The cat.", "Really?", "Yes.")
     turns[1][field], turns[3][field], turns[2][field] = 0, 1.0, False
@@ -296,35 +306,127 @@ def test_a_prompt_follows_the_template_with_a_system_message(tmp_path, tokenizer
         generate.read_prompt(options, tokenizer)
 
 
-TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
-TEXTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
-WITH_CALLS = TEXTS.replace("{% endfor", "{{ m.tool_calls | default([]) | tojson }}{% endfor")
-FIRST_CALLS = WITH_CALLS.replace("default([])", "default([]) | first | default('')")
-LOOK, FIND = {"name": "look", "arguments": {"in": "a"}}, {"function": {"name": "find"}}
+def written_as(text, roles="true"):
+    """Returns a template that writes a text in each turn of some roles."""
+    turn = "<|turn|>{{ m.role }}\n" + text + "<|turn_end|>\n"
+    turns = "{% for m in messages %}{% if " + roles + " %}" + turn + "{% endif %}{% endfor %}"
+    return turns + "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 
 
-def question(role, **fields):
-    """Returns a message with a role, and an answer with extra fields."""
-    answer = {"role": "assistant", "content": "I."} | fields
-    return [{"role": role, "content": "Who?"}, answer]
+CONTENT = written_as("{{ m.content }}")
+CALLS = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.name }}CALL{% endfor %}"
+ARGUMENTS = CALLS.replace(
+    "CALL", "{% for k, v in c.arguments.items() %} {{ k }}={{ v }}{% endfor %}"
+)
+GIVEN = CALLS.replace("CALL", " {{ c.arguments }}")
+LOOK = {"name": "look", "arguments": {"in": "it", "deep": {"er": ["a", 3]}, "n": 2, "new": True}}
+ZERO = {"name": "look", "arguments": {"n": 0}}
+FIND = {"name": "find", "arguments": {}}
+
+
+def called(*calls):
+    """Returns a conversation in which texts recur, with calls and a result."""
+    answer = {"role": "assistant", "content": "it", "tool_calls": [*calls]}
+    return [*talk("look in it"), answer, {"role": "tool", "content": "it"}, *talk("it", "it")]
 
 
 @pytest.mark.parametrize(
     ("text", "messages", "tools", "match"),
     [
-        (TWO_ROLES, question("human"), None, r"skips `content` of message 1 \(role 'human'\)"),
-        (TEXTS, question("user", tool_calls=[LOOK]), None, "skips `tool_calls` of message 2"),
-        (FIRST_CALLS, question("user", tool_calls=[LOOK, FIND]), None, "skips `tool_calls`"),
-        (TEXTS, question("user"), [FIND], "skips `tools`"),
+        (
+            written_as("{{ m.content }}", "m.role != 'system'"),
+            None,
+            None,
+            r"`content` of message 1",
+        ),
+        (written_as("{{ m.content }}", "m.role != 'tool'"), called(LOOK), None, "`tool_calls`"),
+        (written_as(ARGUMENTS, "m.role != 'tool'"), called(LOOK), None, "`content` of message 3"),
+        (written_as(ARGUMENTS, "loop.last or m.content != 'it'"), called(), None, "`content` of m"),
+        ("{{ tools | tojson }}" + CONTENT, called(LOOK), [LOOK], "`tool_calls` of message 2"),
+        (
+            written_as(CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")),
+            called(LOOK, LOOK),
+            None,
+            "`tool_calls` of m",
+        ),
+        (written_as(CALLS.replace("CALL", "")), called(LOOK), None, "message 2 .*: 'it'"),
+        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is string")), called(LOOK), None, "'a'"),
+        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is not number")), called(LOOK), None, "2"),
+        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v != true")), called(LOOK), None, "True"),
+        (written_as(ARGUMENTS.replace("{{ v", "{{ v or ''")), called(ZERO), None, "'0'"),
+        (written_as("{{ m.content[:5] }}"), talk("A question", "Yes"), None, "message 1 .*'A que"),
+        (written_as("{{ m.content | length }}"), talk("10", "2"), None, "message 1 .*'10'"),
+        (written_as("{{ m.content.split('</think>')[1] }}"), talk("a</think>b", "c"), None, "1"),
+        (CONTENT, called(), [FIND], "skips `tools`: 'find'"),
+        (
+            written_as(ARGUMENTS.replace("m.tool_calls or []", "(m.tool_calls or [])[::-1]")),
+            called(LOOK, FIND)[:2],
+            None,
+            "order",
+        ),
     ],
-    ids=["content", "call", "second call", "tools"],
 )
 def test_a_template_that_skips_a_part_is_rejected(text, messages, tools, match):
+    messages = messages or [{"role": "system", "content": "it"}, *talk("it", "it")]
     with pytest.raises(ConversationError, match=match):
         ChatTemplate(text, {}, (), "here").conversation(messages, tools)
 
 
-def test_a_template_that_writes_everything_is_accepted():
-    template = ChatTemplate("{{ tools | tojson }}" + WITH_CALLS, {}, (), "here")
-    text = template.conversation(question("critic", tool_calls=[LOOK, FIND]), [FIND]).text
-    assert "look" in text
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ m.content }}",
+        "{{ m.content | length }} {{ m.content }}",
+        "{{ '(greets) ' if m.content.startswith('Hello') }}{{ m.content }}",
+        "{{ m.content }}{{ raise_exception('') if m.role == 'tool' and m.content != 'Hello.' }}",
+    ],
+)
+def test_a_template_that_writes_everything_is_accepted(written, text):
+    turns = called(LOOK, FIND)
+    for turn in turns:
+        turn["content"] = "Hello."
+    chat_template = written("{{ tools | tojson }}" + written_as(text + ARGUMENTS[15:]))
+    conversation = chat_template.conversation(turns, [FIND])
+    first, last = answers_of(conversation)
+    assert "Hello.look in=it deep={'er': ['a', 3]} n=2 new=Truefind<|turn_end|>" in first
+    assert last.endswith("Hello.<|turn_end|>")
+
+
+@pytest.mark.parametrize("text", [GIVEN, GIVEN.replace("{{ c", "{{ '' ~ c"), CALLS])
+def test_arguments_that_are_json_text_are_written_as_json(tmp_path, written, text):
+    for arguments in ('{"in":  ["it\'s"], "n": true, "none": null}', "{}", ""):
+        path = write(tmp_path / "a.jsonl", called(LOOK | {"arguments": arguments}))
+        template = written_as(text.replace("CALL", " {{ c.arguments | tojson }}"))
+        [conversation] = Conversations(written(template)).read(path)
+        shown = answers_of(conversation)[0].removeprefix("itlook ").removesuffix(TURN_END)
+        assert json.loads(shown) == json.loads(arguments or "{}")
+        assert shown == (arguments or "{}") or text == CALLS
+
+
+def test_parsed_arguments_are_not_written_as_python_writes_them(tmp_path, written):
+    call = LOOK | {"arguments": json.dumps(LOOK["arguments"] | {"new": ["it's"]})}
+    path = write(tmp_path / "a.jsonl", called(call))
+    [conversation] = Conversations(written(written_as(ARGUMENTS))).read(path)
+    deep = ' in=it deep={"er": ["a", 3]} n=2 new=["it\'s"]'
+    assert answers_of(conversation)[0] == f"itlook{deep}{TURN_END}"
+
+
+def test_lost_thoughts_and_changed_texts_are_noted(tmp_path, written):
+    last = {"reasoning": "It is.", "name": "Bob", "mood": {"good": True}, "rank": 3}
+    turns = talk("one\r\ntwo", "<think>\nhm\n</think>\n\nfour", "and", "five")
+    path = write(tmp_path / "a.jsonl", [*turns[:3], turns[3] | last])
+    text = "{{ m.name }}{{ m.content.split('</think>')[-1].strip() | replace('\\r\\n', '\\n') }}"
+    reader = Conversations(written(written_as(text)))
+    [conversation] = reader.read(path)
+    assert answers_of(conversation) == [f"four{TURN_END}", f"Bobfive{TURN_END}"]
+    assert reader.notes(path) == [
+        f"{path}: fields of messages that the template does not write: '<think>' 1, "
+        "'reasoning' 1, 'mood' 1, 'rank' 1",
+        f"{path}: the template changes 1 texts of messages: 'one\\r\\ntwo' to 'one\\ntwo'",
+    ]
+
+
+@pytest.mark.parametrize("role", ["Assistant", "gpt", "model", "chatbot"])
+def test_an_answer_with_another_role_is_rejected(written, role):
+    with pytest.raises(ConversationError, match=f"must have the role 'assistant'.*{role}.*Rename"):
+        written(CONTENT).conversation([*talk("a", "b", "c"), {"role": role, "content": "d"}])

@@ -80,12 +80,21 @@ FILES = {
         ("a.jsonl", chats({"messages": []}), r"line 2: .* must be a list of messages, but is \[\]"),
         ("a.jsonl", chats({"messages": ["hi"]}), r"line 2, message 1: must be \{.*\}, but is 'hi'"),
         ("a.jsonl", chats({"messages": [{"role": "user"}]}), r"the field 'content' is missing"),
-        ("a.jsonl", chats({"messages": [USER]}), r"the role 'assistant', only 'user'"),
+        ("a.jsonl", chats({"messages": [USER]}), r"the role 'assistant', but the roles are 'user'"),
         ("a.jsonl", chats({"messages": [USER, ANSWER], "tools": "5"}), "'tools' must be a list"),
         ("a.jsonl", chats({"messages": [ANSWER, USER]}), r"rejects .*: Roles must alternate"),
         ("a.jsonl", extended(label=False), r"line 2: the field 'label' .*training on preferences"),
         ("a.jsonl", chats({"chosen": "a", "rejected": "b"}), r"'chosen' .*training on preferences"),
         ("a.jsonl", extended(system="a"), r"field 'system' .* message with the role 'system'"),
+        *(
+            ("a.jsonl", content, f"the field '{name}'.* (not supported|must be 1)")
+            for name in ("loss_mask", "Trainable", "msg-mask", "loss_scale", "image_url")
+            for content in (extended(**{name: [0, 1]}), answered(**{name: [[0], 1]}))
+            if content == extended(**{name: [0, 1]}) or name not in ("loss_mask", "Trainable")
+        ),
+        ("a.jsonl", answered(input_audio="a.wav"), r"'input_audio' .* read only text"),
+        ("a.jsonl", answered(meta={"a": [{"Loss": 0}]}), r"the field 'Loss' in 'meta' is 0, but"),
+        ("a.jsonl", extended(extra={"weight": 0}), r"the field 'weight' in 'extra' is 0, but"),
         ("a.jsonl", answered(weight=0.5), r"message 2: .* must be 0 or 1, but is 0.5"),
         ("a.jsonl", answered(train_detail=[]) + answered(train_detail=[1]), r"line 4, .*_detail'"),
         ("a.jsonl", answered(function_call={"name": "a"}), r"'function_call' .* into `tool_calls`"),
@@ -103,7 +112,11 @@ FILES = {
         ("a.jsonl", extended(tools="[{"), r"line 2: the tools are not valid JSON"),
         ("a.jsonl", chats({"messages": [USER | {"train": True}, ANSWER]}), r"'train' is True, but"),
         ("a.jsonl", chats({"messages": [FROM]}), r"'role' is missing .* Rename `from` to `role`"),
-        ("a.jsonl", chats({"messages": [USER | {"role": "gpt"}]}), "only 'gpt'. Rename the roles"),
+        (
+            "a.jsonl",
+            chats({"messages": [USER | {"role": "gpt"}]}),
+            "roles are 'gpt'. Rename the roles",
+        ),
         ("a.jsonl", chats(PLAIN), r"an instruction: use --task alpaca"),
     ],
     "classification": [
@@ -166,5 +179,5 @@ def test_ignored_fields_are_listed_once_with_their_counts(
 
 
 def test_docs_name_each_supported_or_rejected_field():
-    tables = (fields.OF_CHATS, fields.OF_MESSAGES, fields.OF_INSTRUCTIONS, fields.OF_ANSWERS)
+    tables = (fields.OF_CHATS, fields.OF_MESSAGES, fields.OF_INSTRUCTIONS)
     assert not [name for table in tables for name in table if f"`{name}`" not in DOCS]

@@ -20,7 +20,7 @@ import zenflow_jax
 from train import Failure
 from train.checkpoints.checksums import find_damage
 from train.checkpoints.compatibility import check_same_run
-from train.cli.settings import SettingsError, option_words
+from train.cli.settings import ON_DEVICE, SettingsError, option_words
 from train.distributed import processes
 
 
@@ -104,7 +104,8 @@ class SavedCheckpoints:
         check_arrays(folder, run, describe_arrays(saved))
         arrays = saved if only_engine else self._read_state(folder, saved)
         engine_state = None
-        if run["settings"]["optimizer"] != "adamw":
+        kind = run["settings"]
+        if kind["stream"] == "weights" or kind["optimizer"] not in ON_DEVICE:
             with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
                 engine_state = reader.restore(folder / "engine")
         trees = join_arrays(fresh, arrays, others)
@@ -199,8 +200,7 @@ def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):
-            blank = [] if state.send_gradients == "per_window" else state.mail
-            mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, blank))}
+            mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, state.mail))}
     saved, others = {}, {}
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
         place = others if id(x) in mail or x.size == 0 else saved

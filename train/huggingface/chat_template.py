@@ -7,12 +7,13 @@ generation %}`. In others, this text is found by rendering the conversation only
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,42 +24,40 @@ import jinja2.nodes
 import jinja2.sandbox
 import tokenizers
 
-from train.huggingface.json_files import read_object
-from train.huggingface.tokenizer import TokenizerError
+from train.huggingface.marks import ASSISTANT, ConversationError, Marks
+from train.huggingface.tokenizer import TokenizerError, read_entries
 
 TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
-
 DATE = datetime.datetime(2024, 7, 26)
-
-ASSISTANT = "assistant"
+# Other names for the assistant.
+_ANSWERING = re.compile(
+    r"(.*(assistant|gpt|bot|claude|llama|gemini).*|(language.?)?model|ai|llm|agent|answer|response)",
+    re.IGNORECASE,
+)
 
 # Placed around the assistant's text while a template is rendered. Both are Unicode noncharacters,
 # which texts do not contain.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-# Replaces an answer to find its position, because the answer's text may also occur elsewhere.
-_PLACE = "\ufdd2"
 
 Message = Mapping[str, Any]  # "role", usually "content", and other fields that a template reads
-
-
-class ConversationError(ValueError):
-    """A template cannot render a conversation. The caller adds the conversation's location."""
+Tools = Sequence[Any] | None
 
 
 class Conversation(NamedTuple):
     text: str
     answers: list[tuple[int, int]]  # ranges of the answers in the text, ascending
+    marks: Marks
 
 
 class ChatTemplate:
-    """A chat template. `special` maps special tokens' names to texts; `marks` lists all texts."""
+    """A chat template. `special` maps special tokens' names to texts; `ends` lists all texts."""
 
-    def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
+    def __init__(self, text: str, special: Mapping[str, str], ends: Sequence[str], where: str):
         self.text = text
         self.where = where
         self.special = dict(special)
-        self._marks = tuple(marks)
+        self._ends = tuple(ends)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -68,136 +67,144 @@ class ChatTemplate:
         environment.globals["strftime_now"] = DATE.strftime
         try:
             self._template = environment.from_string(text)
+            names = environment.parse(text).find_all(jinja2.nodes.Const)
         except jinja2.TemplateError as error:
-            raise TokenizerError(
-                f"Jinja cannot parse the chat template in {where}: {error}."
-            ) from error
+            problem = f"Jinja cannot parse the chat template in {where}: {error}."
+            raise TokenizerError(problem) from error
+        texts = {name.value.strip() for name in names if isinstance(name.value, str)}
+        words = [x for x in texts if len(x) > 2 and not x.replace(" ", "").isidentifier()]
+        words.sort(key=len, reverse=True)
+        self._words = re.compile("|".join(map(re.escape, words)) or "(?!)")
 
-    def render(
-        self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, ask: bool = False, tools: Tools = None) -> str:
         """Renders at least one message; `ask` adds the prompt for the next answer."""
-        marked = self._render(messages, ask, tools)
-        return marked.replace(_BEGIN, "").replace(_END, "")
+        text = self._render(messages, ask, tools)
+        return text.replace(_BEGIN, "").replace(_END, "")
 
     def conversation(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        skipped: Collection[int] = (),
+        self, messages: Sequence[Message], tools: Tools = None, skipped: Collection[int] = ()
     ) -> Conversation:
         """Renders the messages, and returns the ranges of the assistant's answers in the text.
 
         Messages whose index is in `skipped` are not treated as answers.
         """
         roles = [message["role"] for message in messages]
-        if ASSISTANT not in roles:
+        answers = [i for i, role in enumerate(roles) if role == ASSISTANT]
+        if not answers or any(map(_ANSWERING.fullmatch, {*roles} - {ASSISTANT})):
             got = ", ".join(map(repr, dict.fromkeys(roles)))
+            problem = f"all answers must have the role {ASSISTANT!r}, but the roles are {got}"
             raise ConversationError(
-                f"no message has the role {ASSISTANT!r}, only {got}. Rename the roles to system, "
-                "user, assistant and tool"
+                f"{problem}. Rename the roles to system, user, assistant and tool"
             )
-        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
-        if any(x in text for x in (_BEGIN, _END, _PLACE)):
-            raise ConversationError("the text contains a noncharacter from U+FDD0 to U+FDD2")
-        whole = self._render(messages, False, tools)
-        _check_written(whole, messages, tools or (), self.where)
-        assistant_turns = [i for i, role in enumerate(roles) if role == ASSISTANT]
-        learned = [i for i in assistant_turns if i not in skipped]
-        if _BEGIN in whole:
-            parts = re.split(f"[{_BEGIN}{_END}]", whole)  # every second part is marked
+        if any(x in json.dumps([messages, tools], ensure_ascii=False) for x in (_BEGIN, _END)):
+            raise ConversationError("the text contains a noncharacter, U+FDD0 or U+FDD1")
+        marks = Marks(self._render, messages, tools, self._words)
+        for leaf in (leaf for leaf in marks.leaves if leaf.needed and not leaf.written):
+            i, value = leaf.message, repr(str(leaf.value)[:100])
+            place = f" of message {i + 1} (role {roles[i]!r})" if i >= 0 else ""
+            raise ConversationError(
+                f"the template in {self.where} skips `{leaf.field}`{place}: {value}. Rename other "
+                "roles to system, user, assistant or tool, or pass another --chat-template"
+            )
+        if not marks.in_order():
+            raise ConversationError(f"the template in {self.where} changes the order of messages")
+        text, learned = marks.text, [i for i in answers if i not in skipped]
+        if _BEGIN in text:
+            parts = re.split(f"[{_BEGIN}{_END}]", text)  # every second part is marked
             ends = [*itertools.accumulate(map(len, parts))]
             text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
-            if learned != assistant_turns:
-                if len(spans) != len(assistant_turns):
+            if learned != answers:
+                if len(spans) != len(answers):
+                    problem = f"{len(spans)} `{{% generation %}}` for {len(answers)} answers"
                     raise ConversationError(
-                        f"some answers are excluded from training, but {self.where} has "
-                        f"{len(spans)} `{{% generation %}}` for {len(assistant_turns)} answers"
+                        f"some answers do not count, but {self.where} has {problem}"
                     )
-                spans = [spans[assistant_turns.index(i)] for i in learned]
-            return Conversation(text, [(start, stop) for start, stop in spans if start < stop])
-        answers = [self._answer(whole, messages, i, tools) for i in learned]
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(answers)), answers
-        return Conversation(whole, answers)
+                spans = [spans[answers.index(i)] for i in learned]
+            spans = [(start, stop) for start, stop in spans if start < stop]
+        else:
+            spans = [self._answer(marks, i, i == len(roles) - 1) for i in learned]
+        return Conversation(text, spans, marks)
 
-    def _answer(self, whole, messages, i, tools) -> tuple[int, int]:
-        content = str(messages[i].get("content") or "")
-        # Templates of reasoning models drop the thoughts from all answers but the last.
-        content = content.rpartition("</think>")[2].strip()
-        placed = [*messages[:i], {**messages[i], "content": _PLACE}, *messages[i + 1 :]]
-
-        def rendered(count: int, ask: bool = False) -> str:
-            return self._render(messages[:count], ask, tools)
-
-        def with_place(count: int) -> str:
-            return self._render(placed[:count], False, tools)
-
-        start = _start(whole, rendered, with_place, i, len(messages))
-        stop = len(whole)
-        if start is not None and i < len(messages) - 1:
-            ended = rendered(i + 1)
-            stop = len(ended) if whole.startswith(ended) else None
-            if stop is None:
-                stop = self._stop(whole, with_place(i + 1), with_place(len(messages)))
-        if start is None or stop is None or content not in whole[start:stop]:
+    def _answer(self, marks: Marks, i: int, is_last: bool) -> tuple[int, int]:
+        """Returns the range of what a model writes: the answer in message `i`, and its end."""
+        start, stop, text = -1, -1, marks.text
+        with contextlib.suppress(ConversationError):  # the template may need more messages
+            start = self._start(marks, i)
+            stop = len(text) if is_last else self._stop(marks, i, start)
+        if not marks.holds(i, start, stop):
             raise ConversationError(
-                f"the template in {self.where} hides the answer in message {i + 1}. Put "
-                "`{% generation %}` and `{% endgeneration %}` around the assistant's text, and "
-                "pass the template with --chat-template"
+                f"the template in {self.where} hides the answer in message {i + 1}. Pass one with "
+                "`{% generation %}` and `{% endgeneration %}` around it with --chat-template"
             )
-        answer = whole[start:stop].rstrip()
-        return start, start + len(answer) if answer.endswith(self._marks) else stop
+        answer = text[start:stop].rstrip()
+        return start, start + len(answer) if answer.endswith(self._ends) else stop
 
-    def _stop(self, whole: str, ended: str, placed: str) -> int | None:
-        """Returns the end of an answer, found with a placeholder in its place.
+    def _start(self, marks: Marks, i: int) -> int:
+        """Returns the end of the prompt for an answer; -1 if unknown."""
+        if i == 0:  # many templates need at least one message
+            prompt = marks.behind(None, ask=True)[1].removeprefix(marks.behind(None)[1])
+            place = marks.text.rfind(prompt, 0, marks.begin(i)) if prompt else -1
+            return place + len(prompt) if place >= 0 else marks.begin(i)
+        place, prompt = marks.behind(i, ask=True)
+        text = marks.text[place : place + len(prompt)]
+        if text == prompt:
+            return place + len(prompt)
+        # The prompt may start a thought, which the answer does not contain.
+        start = min(place + len(os.path.commonprefix([prompt, text])), marks.begin(i))
+        place, ended = marks.behind(i)
+        return start if start >= place + len(ended) else -1
 
-        The last message may be rendered differently: with a thought before it, or with an
-        end-of-text token after the answer's ending. So the ending is whatever both texts share
-        after the answer.
+    def _stop(self, marks: Marks, i: int, start: int) -> int:
+        """Returns the end of an answer; -1 if unknown.
+
+        The last message may be rendered differently, such as with an end-of-text token after the
+        answer's ending. So the ending is whatever both texts share after the answer.
         """
-        behind, rest = (text.rpartition(_PLACE)[2] for text in (ended, placed))
-        if _PLACE not in ended or _PLACE not in placed or not whole.endswith(rest):
-            return None
-        shared = os.path.commonprefix([behind, rest])
-        marks = [shared.rfind(mark) + len(mark) for mark in self._marks if mark in shared]
-        return len(whole) - len(rest) + max(marks) if marks else None
+        place, ended = marks.behind(i + 1)
+        text = marks.text[place : place + len(ended)]
+        if text == ended:
+            return place + len(ended)
+        shared = os.path.commonprefix([ended, text])
+        stops = [place + shared.rfind(end) + len(end) for end in self._ends if end in shared]
+        # An empty answer ends where it starts.
+        stops += [start + len(end) for end in self._ends if marks.text.startswith(end, start)]
+        return max((stop for stop in stops if stop > start), default=-1)
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         try:
             options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
-            return self._template.render(**self.special, messages=list(messages), **options)
+            return self._template.render(
+                **self.special, messages=[_with_reasoning(x) for x in messages], **options
+            )
         # A template may fail like any other program.
         except Exception as error:
-            raise ConversationError(
-                f"the template in {self.where} rejects the messages: {error}"
-            ) from error
+            problem = f"the template in {self.where} rejects the messages: {error}"
+            raise ConversationError(problem) from error
 
 
 def read_template(
     folder: Path, tokens: tokenizers.Tokenizer, file: Path | None = None
 ) -> ChatTemplate:
     """Returns the chat template of a model's folder, or the template in `file`."""
-    config = _read_json(folder / CONFIG)
+    config = read_entries(folder / CONFIG)
     special = {
         name: token["content"] if isinstance(token, dict) else token
-        for source in (_read_json(folder / "special_tokens_map.json"), config)
+        for source in (read_entries(folder / "special_tokens_map.json"), config)
         for name, token in source.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
-    marks = [t.content for t in tokens.get_added_tokens_decoder().values() if t.special]
+    ends = [t.content for t in tokens.get_added_tokens_decoder().values() if t.special]
     file = file or (folder / TEMPLATE if (folder / TEMPLATE).is_file() else None)
     if file is not None:
-        return ChatTemplate(read_template_text(file), special, marks, str(file))
+        return ChatTemplate(read_template_text(file), special, ends, str(file))
     for path in (folder / CONFIG, folder / "chat_template.json"):
-        text = _read_json(path).get("chat_template")
+        text = read_entries(path).get("chat_template")
         if isinstance(text, list):  # several named templates
             text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
         if isinstance(text, str):
-            return ChatTemplate(text, special, marks, str(path))
-    raise TokenizerError(
-        f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in "
-        f"{CONFIG}. Add one as {TEMPLATE}, or train with --chat-template FILE."
-    )
+            return ChatTemplate(text, special, ends, str(path))
+    problem = f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in {CONFIG}"
+    raise TokenizerError(f"{problem}. Add one, or train with --chat-template FILE.")
 
 
 def read_template_text(file: Path) -> str:
@@ -207,56 +214,12 @@ def read_template_text(file: Path) -> str:
         raise TokenizerError(f"The chat template {file} cannot be read: {error}.") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_object(path, TokenizerError) if path.is_file() else {}
-
-
-def _check_written(
-    whole: str, messages: Sequence[Message], tools: Sequence[Any], where: str
-) -> None:
-    """Raises an error if the text lacks a tool, a call, or a user or system message's text."""
-    remedy = "Pass another template with --chat-template, or leave this part out"
-    if not all(name in whole for name in _functions(tools)):
-        raise ConversationError(f"the template in {where} skips `tools`. {remedy}")
-    for number, message in enumerate(messages, 1):
-        role, calls = message["role"], _functions(message.get("tool_calls") or ())
-        # Answers are located later, and templates may encode a tool's result.
-        text = "" if role in (ASSISTANT, "tool") else str(message.get("content") or "").strip()
-        lost = [] if text in whole else ["content"]
-        lost += ["tool_calls" for name in calls if name not in whole]
-        if lost:
-            raise ConversationError(
-                f"the template in {where} skips `{lost[0]}` of message {number} (role {role!r}). "
-                f"Rename the role if it is not system, user, assistant or tool. {remedy}"
-            )
-
-
-def _functions(items: Sequence[Any]) -> list[str]:
-    """Returns the names of the functions in tools or calls."""
-    return [str(item.get("function", item).get("name", "")) for item in items]
-
-
-def _start(
-    whole: str,
-    rendered: Callable[..., str],
-    with_place: Callable[[int], str],
-    i: int,
-    messages: int,
-) -> int | None:
-    """Returns the start of the answer in message `i`."""
-    if i == 0:  # many templates need at least one message
-        placed = with_place(messages)
-        return len(os.path.commonprefix([placed, whole])) if _PLACE in placed else None
-    prompt = rendered(i, ask=True)
-    if whole.startswith(prompt):
-        return len(prompt)
-    # The prompt may start a thought, which the answer does not contain.
-    before = rendered(i)
-    shared = len(os.path.commonprefix([prompt, whole]))
-    if not whole.startswith(before) or shared < len(before):
-        return None
-    # The answer may begin with the same characters as the thought.
-    return min(shared, len(os.path.commonprefix([with_place(messages), whole])))
+def _with_reasoning(message: Message) -> Message:
+    """Returns a message with its thoughts under all names, as in transformers 5.24."""
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        if message.get(name) is not None:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
 
 
 class _Generation(jinja2.ext.Extension):

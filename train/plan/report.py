@@ -15,9 +15,6 @@ from train.log.run_log import show as show_line
 from train.plan.planning import RunPlan, Way
 from zenflow_jax import planning
 
-# The share of the available time that the host's work may take; a fifth stays in reserve.
-BUSY = 0.8
-
 
 def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     """Prints the plan; `arguments` are the command's arguments."""
@@ -118,16 +115,14 @@ def verdict(plan: planning.Plan) -> str:
     work = ", ".join(f"{name} {x:.2g} s" for name, x in list(slow.seconds.items())[1:] if x)
     if not work:
         return f"{text}."
-    if (larger := fast.compute_from) is None:
+    least, most = slow.compute_from, fast.compute_from
+    if least is None or most is None:
         hidden = "No batch hides the copies, which grow with it."
-    elif larger <= 1 and slow.busy <= fast.busy <= BUSY:
+    elif most <= 1:
         hidden = "Compute hides the rest at either rate."
     else:
-        larger = [max(x.compute_from or 0, x.busy / BUSY) for x in (slow, fast)]
-        hidden = "Compute hides the rest if the batch is {:.2g} to {:.2g} times as large.".format(
-            *larger
-        )
-    exposed = f" of which {slow.exposed_s:.2g} s are never hidden" if slow.exposed_s else ""
+        hidden = f"A batch {least:.2g} to {most:.2g} times as large would hide the rest."
+    exposed = f"; {slow.exposed_s:.2g} s are never hidden" if slow.exposed_s else ""
     return (
         f"{text}. A step takes {fast.step_s:.2g} to {slow.step_s:.2g} s ({work}{exposed}). {hidden}"
     )

@@ -6,28 +6,24 @@ docs/finetuning.md has the same table.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from train.huggingface.chat_template import ASSISTANT
 from train.tasks.batches import DataError
 from train.tasks.files import shorten
 
-_PAIRS = (
-    "This is preference data (DPO, KTO), and training on preferences is not supported. Keep "
-    "only the good answers, without this field"
-)
+_PAIRS = "It is for training on preferences (DPO, KTO). Keep only the good answers, without it"
 _MEDIA = "The models read only text. Leave out these examples"
-_PARTS = "An answer is used as a whole or, with `weight` 0, not at all. Remove the field"
+_PARTS = "An answer is used as a whole or, with its message's `weight` 0, not at all. Use that"
 _KWARGS = "Templates do not receive this field. Remove it, or put it into the messages"
 
 REFUSED = {
     **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), _PAIRS),
     **dict.fromkeys(("rejected_response", "rejected_messages", "kto_tag", "label"), _PAIRS),
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), _MEDIA),
-    **dict.fromkeys(("loss_scale", "mask", "masked"), _PARTS),
-    **dict.fromkeys(("train_detail", "training_detail"), _PARTS),
+    **dict.fromkeys(("files", "attachments"), _MEDIA),
 }
 OF_CHATS = REFUSED | {
     "system": "Put it into a first message with the role 'system'",
@@ -35,15 +31,28 @@ OF_CHATS = REFUSED | {
     **dict.fromkeys(("documents", "chat_template_kwargs"), _KWARGS),
 }
 OF_MESSAGES = REFUSED | {
-    "function_call": "Put it into `tool_calls`, as [{'type': 'function', 'function': ...}]"
+    "function_call": "Put it into `tool_calls`, as [{'type': 'function', 'function': ...}]",
+    **dict.fromkeys(("file", "attachment", "documents"), _MEDIA),
 }
 OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
     ("system", "history"), "Alpaca has no such field. Write conversations, and use --task chat"
 )
 
+_EMPTY = (None, "", [], {})
+# Names are compared in lower case, without `_` and `-`.
+_MEDIUM = re.compile("(input)?(image|audio|video|picture|photo)s?(url|path|data|file|base64)?s?")
 # 1 or true to train on an example or message, 0 or false not to.
-WEIGHTS = ("weight", "loss_weight", "train")
-OF_ANSWERS = (*WEIGHTS, "training", "loss")
+_WEIGHT = re.compile(
+    "(loss|train|sample|step)?weights?|loss(mask)?|train(ing|able|on(this|turn)?)?|istrainable"
+    "|(step|message|turn)lossmask|learn(able)?|(compute|calculate|calc|has|use)loss"
+)
+# Other combinations of these words also control training.
+_CONTROL = re.compile(
+    "(?=.*(mask|loss|weight|train|learn|ignore|skip|exclude))(is|no|not|dont|has|in|on|with|only|"
+    "step|turn|token|message|msg|sample|example|label|target|completion|response|assistant|answer|"
+    "user|prompt|input|output|history|role|detail|scale|ignore|skip|exclude|compute|calculate|"
+    "mask(ed|ing)?|loss(es)?|weight|train(ing|able|ed)?|learn(able|ed)?|s)+"
+)
 
 # Names of instruction fields in formats like Alpaca's.
 RENAMED = {"response": "output", "completion": "output", "answer": "output", "context": "input"}
@@ -71,49 +80,54 @@ class Fields:
 
     def check(self, where: str, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            if name in self._read or _is_empty(value):
+            if name in self._read or value in _EMPTY:
                 continue
             refuse(where, name, value, self._refused)
-            if name not in WEIGHTS:
+            if not _WEIGHT.fullmatch(_fold(name)):
                 self._others[name] += 1
             elif value != 1:
                 problem = f"{where}: the field {name!r} must be 1, but is {shorten(repr(value))}."
-                raise DataError(f"{problem} Leave out this example.")
+                raise DataError(f"{problem} Leave out this example, or weigh its messages.")
 
     def notes(self, where: object) -> list[str]:
         """Returns a sentence that lists the 12 most frequent other fields with their counts."""
-        if not self._others:
-            return []
         common = [f"{name!r} {count}" for name, count in self._others.most_common(12)]
         common += ["..."] * (len(self._others) > 12)
-        return [f"{where}: fields that are not read: {', '.join(common)}"]
+        return [f"{where}: fields that are not read: {', '.join(common)}"] if common else []
 
 
 def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
-    """Raises a `DataError` with a remedy if a field is in `refused`."""
-    if name not in refused or _is_empty(value):
+    """Raises a `DataError` with a remedy if a field is in `refused`, or controls training."""
+    folded = _fold(name)
+    is_class = folded == "label" and not isinstance(value, bool)  # a bool is a verdict (KTO)
+    if not refused or is_class or value in _EMPTY:
         return
-    if name == "label" and not isinstance(value, bool):  # a class; a bool is a verdict (KTO)
-        return
-    got = shorten(repr(value))
-    raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {refused[name]}.")
+    remedy = {_fold(key): text for key, text in refused.items()}.get(folded)
+    if _MEDIUM.fullmatch(folded):
+        remedy = _MEDIA
+    elif _CONTROL.fullmatch(folded) and not _WEIGHT.fullmatch(folded):
+        remedy = _PARTS
+    if remedy is not None:
+        got = shorten(repr(value))
+        raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {remedy}.")
+    for inner, part in _nested(value):
+        zeros = part if isinstance(part, list) else [part]
+        if _CONTROL.fullmatch(_fold(inner)) and any(x in (0, "0") for x in zeros):
+            problem = f"{inner!r} in {name!r} is {shorten(repr(part))}, but is not read there"
+            raise DataError(f"{where}: the field {problem}. Remove it, or use `weight`.")
 
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
     """Returns whether to train on a message, and removes the fields that decide this."""
     learned = is_answer = message["role"] == ASSISTANT
-    for name in OF_ANSWERS:
-        value = message.pop(name, None)
-        if value is None:
-            continue
+    for name in [name for name in message if _WEIGHT.fullmatch(_fold(name))]:
+        value = message.pop(name)
         if not isinstance(value, int | float) or value not in (0, 1):
             got = shorten(repr(value))
             raise DataError(f"{where}: the field {name!r} must be 0 or 1, but is {got}.")
         if value and not is_answer:
-            raise DataError(
-                f"{where}: the field {name!r} is {value!r}, but training uses only "
-                f"messages with the role {ASSISTANT!r}. Remove the field."
-            )
+            problem = f"is {value!r}, but the role is not {ASSISTANT!r}. Remove the field"
+            raise DataError(f"{where}: the field {name!r} {problem}.")
         learned = learned and bool(value)
     return learned
 
@@ -123,9 +137,17 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
     if "instruction" not in record and ("messages" in record or "conversations" in record):
         raise DataError(f"{where}: the record is a conversation. Use --task chat.")
     for old, new in RENAMED.items():
-        if new not in record and not _is_empty(record.get(old)):
+        if new not in record and record.get(old) not in _EMPTY:
             raise DataError(f"{where}: the field {new!r} is missing. Rename {old!r} to {new!r}.")
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | dict) and not value)
+def _fold(name: str) -> str:
+    return re.sub("[-_ ]", "", name.lower())
+
+
+def _nested(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of all fields of objects inside a value."""
+    if isinstance(value, dict | list):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield str(name), part
+            yield from _nested(part)

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import threading
+import weakref
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +67,31 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
         return read_engine_state(_local(directory))
 
 
+class _Checkpointable(ocp.args.CheckpointArgs):
+    """A `StatefulCheckpointable` of `orbax.checkpoint.v1`, which needs both methods."""
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        raise TypeError("Only `EngineSave(engine)` can be saved.")
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        raise TypeError("Load an engine's state with `EngineRestore()`.")
+
+
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_save=True)
 @dataclasses.dataclass
-class EngineSave(ocp.args.CheckpointArgs):
-    """Saves a `HostEngine`'s state without copying it, for `orbax.checkpoint`.
+class EngineSave(_Checkpointable):
+    """Saves a `HostEngine`'s state without copying it, for `orbax.checkpoint` and its `v1`.
 
     It saves the same state as `engine.state()`, as of the last `exchange`; save parameters and
     optimizer state with it. Training may continue while orbax writes. An update that would
     overwrite unsaved arrays copies them first, if `copy_bytes` allows it, and otherwise waits, so a
     save delays training only if the disk takes longer than a window's steps. A checkpoint takes
-    about 16 bytes per offloaded parameter. All processes must save to the same folder.
+    up to 20 bytes per offloaded parameter. All processes must save to the same folder.
 
     Attributes:
         engine: The engine.
         copy_bytes: Maximum number of bytes for copies. None means one byte for each of this
-            process's offloaded parameters. With 16 bytes each, training never waits.
+            process's offloaded parameters. With 20 bytes each, training never waits.
 
     Raises:
         TypeError: If `engine` is not a `HostEngine`.
@@ -113,17 +125,31 @@ class EngineSave(ocp.args.CheckpointArgs):
             )
         check_int_or_none("copy_bytes", self.copy_bytes, 0)
 
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Starts a save to `directory`; called by `orbax.checkpoint.v1`."""
+        _local(directory.path)
+        stream = self.engine.stream(self.copy_bytes)
+
+        async def write() -> None:
+            stream.write(_local(await directory.await_creation()))
+
+        writing = write()
+        # If orbax fails before or while it writes, the run must not wait for the stream.
+        weakref.finalize(writing, stream.close)
+        return writing
+
 
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_restore=True)
 @dataclasses.dataclass
-class EngineRestore(ocp.args.CheckpointArgs):
+class EngineRestore(_Checkpointable):
     """Restores the state that `EngineSave` saved, for `HostEngine(engine_state=...)`.
 
     The result is a tree like `engine.state()`, but large arrays stay in their files until the new
     engine reads them, on any number of devices and processes. Keep the files until then.
 
     Attributes:
-        item: Ignored. orbax's older `CheckpointManager.restore(step, items)` passes it.
+        item: The state that `orbax.checkpoint.v1` has loaded. (orbax's older
+            `CheckpointManager.restore(step, items)` passes a value, which is ignored.)
 
     Raises:
         FileNotFoundError: In `restore`, if files are missing.
@@ -143,6 +169,14 @@ class EngineRestore(ocp.args.CheckpointArgs):
     """
 
     item: Any = None
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """Loads the state in `directory` into `item`; called by `orbax.checkpoint.v1`."""
+
+        async def read() -> None:
+            self.item = read_engine_state(_local(directory))
+
+        return read()
 
 
 def _local(directory: epath.PathLike) -> Path:

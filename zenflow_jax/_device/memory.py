@@ -132,11 +132,6 @@ def zeros_like(x: jax.Array, sharding: jax.sharding.Sharding | None = None) -> j
     return put_everywhere(piece, x.shape, sharding)
 
 
-def in_host_memory(x: jax.Array) -> jax.Array:
-    """Returns a placeholder that is in host memory, or zeros like it in host memory."""
-    return x if x.sharding.memory_kind == HOST else zeros_like(x, x.sharding.with_memory_kind(HOST))
-
-
 def put_everywhere(
     piece: np.ndarray | np.generic, shape: Sequence[int], sharding: jax.sharding.Sharding
 ) -> jax.Array:

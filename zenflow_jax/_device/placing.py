@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zenflow_jax._device.leaves import match_leaves
+from zenflow_jax._device.leaves import first_names, match_leaves
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.state import (
@@ -24,7 +24,7 @@ from zenflow_jax._device.state import (
     replace_state,
 )
 from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
-from zenflow_jax._spec.mesh import placement_of
+from zenflow_jax._spec.mesh import explicit_axes, placement_of
 
 
 def check_placement(
@@ -78,14 +78,6 @@ def check_placement(
         )
 
 
-def _is_typed_as_host(x: jax.Array) -> bool:
-    """Returns whether an array in host memory is also typed as such, which matters for tracing.
-
-    In jax 0.10.2, an array that a checkpoint library assembled from pieces has a different type.
-    """
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
     """Adds a real state's shardings to an abstract state, as far as they are known."""
     known = [x.sharding for x in leaves if x.sharding is not None]
@@ -123,42 +115,60 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
     )
 
 
-def put_back(
-    state: ZenFlowState, weights: Sequence[jax.Array], *, memories: bool = False
-) -> tuple[ZenFlowState, int]:
-    """Returns the state with each array where `tx.init` put it, and the number of moved arrays.
+def _is_at(x: jax.Array, where: jax.sharding.Sharding, *, typed: bool) -> bool:
+    """Returns whether a program accepts `x` instead of an array with the sharding `where`.
 
-    `memories` includes arrays in the wrong memory: a step accepts them, but is compiled again.
+    `typed` includes the type of arrays in host memory: a checkpoint library that assembles them
+    from pieces leaves the type of arrays on the device (jax 0.10.2 and 0.12.0). A step is then
+    traced once more, and a branch, as in `optax.MultiSteps`, cannot return them.
     """
-    moved = 0
-    on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
-    default = weights[0].sharding.memory_kind if weights else None
-    devices = weights[0].sharding.device_set if weights else None
+    meshes = [s.mesh for s in (x.sharding, where) if isinstance(s, NamedSharding)]
+    same = x.sharding.is_equivalent_to(where, x.ndim) and len({*map(explicit_axes, meshes)}) < 2
+    if typed and where.memory_kind == HOST and len(where.device_set) == 1:
+        same &= jax.typeof(x).memory_space == jax.memory.Space.Host
+    return same or not x.size
 
-    def put(x: jax.Array, like: Any, in_mail: bool) -> jax.Array:
-        nonlocal moved
-        # On one device, every spelling of the sharding is correct.
-        where = like.sharding if on_mesh else x.sharding
-        if not on_mesh and devices not in (None, where.device_set):
-            where = SingleDeviceSharding(*devices)
-        kind = HOST if in_mail and state.send_gradients.in_step else default
-        if not memories or kind is None:
-            kind = x.sharding.memory_kind
-        if kind is not None:
-            where = where.with_memory_kind(kind)
-        in_place = x.sharding.is_equivalent_to(where, x.ndim)
-        well_typed = on_mesh or not memories or kind != HOST or _is_typed_as_host(x)
-        if in_place and well_typed:
-            return x
-        moved += 1
-        return jax.device_put(np.array(read(x)) if in_place else x, where)
 
-    expected = with_shardings(state, weights) if on_mesh else state
-    mail = (state.mail, state.step_scalars), (expected.mail, expected.step_scalars)
-    rest = [x._replace(mail=None, step_scalars=None) for x in (state, expected)]
-    mail, step_scalars = jax.tree.map(partial(put, in_mail=True), *mail)
-    placed = jax.tree.map(partial(put, in_mail=False), *rest)
-    return placed._replace(mail=mail, step_scalars=step_scalars), moved
+def check_in_place(state: ZenFlowState, weights: Sequence[Any], *, typed: bool = False) -> None:
+    """Rejects a state with arrays that are not where `tx.init` puts them.
+
+    On a mesh, each device would mistake its piece of an array for other channels. Mail in device
+    memory has not left during the step, and a branch cannot return it.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    expected = jax.tree.leaves(with_shardings(state, weights))
+    misplaced = [
+        path
+        for (path, x), like in zip(paths, expected, strict=True)
+        if not _is_at(x, like.sharding, typed=typed)
+    ]
+    if misplaced:
+        numbers = {path[1].idx for path in misplaced if path[0].name in ("leaves", "mail")}
+        names = [state.leaves[i].spec.name for i in sorted(numbers)]
+        names = names or [jax.tree_util.keystr(path) for path in misplaced]
+        raise ValueError(
+            f"The state of {first_names(names)} is not where `tx.init(params)` puts it: mail in "
+            "host memory, all else on the parameters' device or mesh. Before the first step, call "
+            "`opt_state = zenflow_jax.place(params, opt_state)`. If jit or a trainer moves arrays, "
+            "pass the result's shardings, `jax.tree.map(lambda x: x.sharding, opt_state)`, which "
+            "include memory kinds, as `in_shardings` and `out_shardings`; if that is impossible, "
+            'use `zenflow(send_gradients="after_step")`, whose mail is on the device.'
+        )
+
+
+def check_arrays(state: Any, kinds: type | tuple[type, ...] = jax.Array) -> None:
+    """Rejects leaves that are not arrays, such as shapes that a checkpoint library left."""
+    pairs = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: hasattr(x, "shape"))
+    wrong = [(path, x) for path, x in pairs if not isinstance(x, kinds) or isinstance(x, Tracer)]
+    if wrong:
+        names = first_names([jax.tree_util.keystr(path) for path, _ in wrong])
+        raise TypeError(
+            f"The optimizer state contains a {type(wrong[0][1]).__name__} instead of a jax array "
+            f"at {names}. Pass the state that `tx.init` or the step returned, outside jit (jit the "
+            "step, not the function that `attach` returns). For flax nnx, pass model and optimizer "
+            "to `exchange_nnx` or `flush_nnx`. Restore every leaf from a checkpoint; "
+            "`zenflow_jax.place(params, opt_state)` puts NumPy arrays on the devices."
+        )
 
 
 def place(params: Any, opt_state: Any) -> Any:
@@ -189,9 +199,19 @@ def place(params: Any, opt_state: Any) -> Any:
         'pinned_host'
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
-    state = jax.tree.map(jax.numpy.asarray, find_state(opt_state))  # restored arrays may be NumPy's
-    weights = weights_in_place(params, state)
-    return replace_state(opt_state, put_back(state, weights, memories=True)[0])
+    state = find_state(opt_state)
+    check_arrays(state, (jax.Array, np.ndarray, np.generic, int, float))  # some may be restored
+    state = jax.tree.map(jax.numpy.asarray, state)
+
+    def put(x: jax.Array, like: Any) -> jax.Array:
+        if _is_at(x, like.sharding, typed=True):
+            return x
+        # Assembled arrays need a copy for another type.
+        same = x.sharding.is_equivalent_to(like.sharding, x.ndim) and len(x.sharding.device_set) < 2
+        return jax.device_put(np.array(read(x)) if same else x, like.sharding)
+
+    expected = with_shardings(state, weights_in_place(params, state))
+    return replace_state(opt_state, jax.tree.map(put, state, expected))
 
 
 def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:

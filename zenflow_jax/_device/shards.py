@@ -6,7 +6,7 @@ goes through the same code, without a `shard_map`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.mesh import MeshAxes, mesh_axes, partition_spec
+from zenflow_jax._spec.mesh import MeshAxes, explicit_axes, mesh_axes, partition_spec
 
 #: The partition spec for replicated arrays.
 REPLICATED = PartitionSpec()
@@ -143,23 +143,20 @@ def on_each_device(
     if place is None:
         return lambda *args: f(shard, *args)
 
-    def target(spec: PartitionSpec) -> NamedSharding:
-        axes = mesh_axes(spec, len(spec))
-        explicit = tuple(tuple(x for x in names if x in place.explicit) for names in axes)
-        return NamedSharding(place.mesh, partition_spec(explicit))
-
     def mapped(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         specs = jax.tree.leaves(jax.tree.broadcast(tuple(in_specs), args))
-        if place.explicit:
+        mesh = place.running_mesh(leaves)
+        if explicit := explicit_axes(mesh):
             # With Explicit axes, jax does not move an argument to where `in_specs` expects it.
             leaves = [
-                jax.sharding.reshard(x, target(spec)) for x, spec in zip(leaves, specs, strict=True)
+                jax.sharding.reshard(x, NamedSharding(mesh, _only(explicit, spec)))
+                for x, spec in zip(leaves, specs, strict=True)
             ]
         # XLA crashes when it compiles an empty argument (jax 0.11.2, not 0.10.2), so `f` gets
         # constants.
         empty = {
-            i: (NamedSharding(place.mesh, spec).shard_shape(x.shape), x.dtype)
+            i: (NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
             for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
             if not np.size(x)
         }
@@ -172,7 +169,7 @@ def on_each_device(
 
         return jax.shard_map(
             on_one,
-            mesh=place.mesh,
+            mesh=mesh,
             in_specs=tuple(specs[i] for i in full),
             out_specs=out_specs,
             # `Shard.gather` returns equal values on all devices, but their type does not show this.
@@ -180,6 +177,11 @@ def on_each_device(
         )(*(leaves[i] for i in full))
 
     return mapped
+
+
+def _only(names: Collection[str], spec: PartitionSpec) -> PartitionSpec:
+    axes = mesh_axes(spec, len(spec))
+    return partition_spec(tuple(tuple(x for x in axis if x in names) for axis in axes))
 
 
 def each_leaf(
@@ -201,9 +203,12 @@ def placed_gradient(g: jax.Array, spec: LeafSpec) -> jax.Array:
     Otherwise the compiler may sum whole gradients over all devices to suit the first read.
     """
     place = spec.placement
-    if place is None or place.explicit or not any(place.shares) or not isinstance(g, Tracer):
+    if place is None or not any(place.shares) or not isinstance(g, Tracer):
         return g
-    target = NamedSharding(place.mesh, partition_spec(place.block))
+    mesh = place.running_mesh([g])
+    if explicit_axes(mesh):
+        return g
+    target = NamedSharding(mesh, partition_spec(place.block))
     return jax.lax.with_sharding_constraint(g, target)
 
 

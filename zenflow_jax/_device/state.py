@@ -6,7 +6,7 @@ classes. Checkpoint libraries and trainers that traverse the state find only arr
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,12 +63,16 @@ class Static:
     send_gradients: SendGradients  # when gradients leave the device
 
 
+# Not a sequence: other libraries (orbax) rebuild sequences from their elements alone.
 @dataclasses.dataclass(frozen=True)
-class LeafStates(Sequence[LeafState]):
+class LeafStates:
     """The states of all leaves, in order, with the settings in the treedef."""
 
     leaves: tuple[LeafState, ...]
     static: Static
+
+    def __iter__(self) -> Iterator[LeafState]:
+        return iter(self.leaves)
 
     def __getitem__(self, i: Any) -> Any:
         return self.leaves[i]
@@ -78,6 +82,9 @@ class LeafStates(Sequence[LeafState]):
 
     def replace(self, leaves: Iterable[LeafState]) -> "LeafStates":
         return LeafStates(tuple(leaves), self.static)
+
+
+Leaves = LeafStates | Sequence[LeafState]
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -99,17 +106,17 @@ class ZenFlowState(NamedTuple):
         leaves: A sequence with each parameter leaf's state, in order, and with the settings in its
             treedef. It is not a tree like the parameters, because flax nnx passes different trees
             to init and update.
-        mail: A tuple with each leaf's gradient or sum, depending on `send_gradients`; None for a
-            resident leaf. `exchange` replaces it after every step.
+        mail: A tuple with each leaf's gradient; None for a resident leaf. `exchange` replaces it
+            after every step.
         token: int32 (). The step token, which `exchange` sets; -1 after a step.
         step_scalars: The scalars in the mail.
         layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
             includes the number.
 
     With `send_gradients="during_step"`, mail is in pinned host memory, with unit axes. With
-    "after_step", it stays on the device, where `exchange` replaces it with one element per device;
-    with "per_window", it is a sum on the device. With the last two, no part of the state is in host
-    memory: copies of a few scalars would make XLA:GPU keep all activations (benchmarks/LOG.md).
+    "after_step", it stays on the device, where `exchange` replaces it with one element per device,
+    and no part of the state is in host memory: copies of a few scalars would make XLA:GPU keep all
+    activations (benchmarks/LOG.md).
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax

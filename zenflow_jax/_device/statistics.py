@@ -12,14 +12,12 @@ import jax.numpy as jnp
 
 from zenflow_jax._device.channels import contains
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, each_leaf, on_each_device
-from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.state import Leaves
 from zenflow_jax._device.step import Verdict
 from zenflow_jax._spec.leaf import LeafSpec
 
 
-def window_statistics(
-    squares: Sequence[jax.Array], leaves: Sequence[LeafState], verdict: Verdict
-) -> jax.Array:
+def window_statistics(squares: Sequence[jax.Array], leaves: Leaves, verdict: Verdict) -> jax.Array:
     """Returns a step's statistics for `ScheduleState`: float32 [counted, *deferred, *selected].
 
     All are zero if the step is skipped. `squares` are sums per channel, before clipping.

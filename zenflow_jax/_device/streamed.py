@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._device.host_slices import check_slices
-from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.gpu_faults import check_slices
+from zenflow_jax._device.state import LeafState, Leaves
 from zenflow_jax._device.step import GradientParts, split_gradient
 from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.mesh import explicit_axes
 from zenflow_jax._spec.rules import SendGradients
 
 
@@ -123,18 +124,18 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     )
 
 
-def check_layers_whole(spec: LeafSpec) -> None:
+def check_layers_whole(spec: LeafSpec, weights: Any) -> None:
     """Rejects leaves that a mesh divides along their first axis, or that have Explicit axes."""
     place = spec.placement
-    if place is not None and (place.block[0] or place.explicit):
-        how = (
-            "has Explicit mesh axes"
-            if place.explicit
-            else f"has its layers divided over {place.block[0]}"
-        )
+    if place is None:
+        return
+    explicit, divided = explicit_axes(place.running_mesh([weights])), place.cuts[0]
+    if explicit or divided:
+        how = "has Explicit mesh axes" if explicit else f"has its layers divided over {divided}"
         raise ValueError(
             f"{spec.name} {how}. Streamed layers must be whole along their first axis, on Auto "
-            "mesh axes."
+            "mesh axes. If that axis does not count layers, leave the leaf out with "
+            "`streaming.stream(where=...)`."
         )
 
 
@@ -213,7 +214,7 @@ def parts_of(g: Streamed) -> GradientParts:
     return GradientParts(probes.squares, probes.gradient, signs, probes.mail)
 
 
-def misused(gradients: Sequence[Any], leaves: Sequence[LeafState]) -> jax.Array:
+def misused(gradients: Sequence[Any], leaves: Leaves) -> jax.Array:
     """Returns whether any layer was not used exactly once, or its gradient was changed.
 
     The layer's mail then differs from its gradient.
@@ -223,6 +224,13 @@ def misused(gradients: Sequence[Any], leaves: Sequence[LeafState]) -> jax.Array:
 
 
 def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
+    # Zeros in place of a gradient that jax did not compute are in device memory.
+    if jax.typeof(g.probes.mail).memory_space != jax.memory.Space.Host:
+        raise ValueError(
+            f"The loss has no gradient for the streamed layers {leaf.spec.name}: "
+            "`lax.stop_gradient` in the scan's body hides them, or no result depends on them. "
+            "Remove it, or leave this leaf out with `streaming.stream(where=...)`."
+        )
     norms, channels = g.probes.norms, leaf.channels
     assert channels is not None
     apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _NORM_TOLERANCE * norms + _SMALL

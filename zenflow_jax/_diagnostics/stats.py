@@ -24,8 +24,6 @@ class EngineStats:
         kept_share: The ratio of the selected channels' total score to that of the best k channels,
             averaged over the groups' second-to-last boundaries. None before the first ratio is
             read, or if `select_interval` is not an `AutoSelect`.
-        put_back: Number of state arrays that other code, such as a trainer, misplaced and the
-            engine put back: at its start, and once after a step.
         skipped_steps: Number of steps with a non-finite gradient, among the steps whose mail has
             been read.
         skipped_in_a_row: Number of steps skipped since the last step that counted.
@@ -55,7 +53,6 @@ class EngineStats:
     window_lengths: dict[int, int] = dataclasses.field(default_factory=dict)
     reselections: int = 0
     kept_share: float | None = None
-    put_back: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     exchange_s: float = 0.0

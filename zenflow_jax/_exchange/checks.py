@@ -15,12 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.core import Tracer
 
-from zenflow_jax._device.leaves import Places, check_leaves, first_names
-from zenflow_jax._device.memory import HOST, put_everywhere, read
-from zenflow_jax._device.placing import check_placement, put_back, weights_in_place
-from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, has_state
+from zenflow_jax._device.leaves import LOOPS, Places, check_leaves
+from zenflow_jax._device.memory import put_everywhere, read
+from zenflow_jax._device.placing import (
+    check_arrays,
+    check_in_place,
+    check_placement,
+    weights_in_place,
+)
+from zenflow_jax._device.state import ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.leaf import as_pure
 from zenflow_jax._spec.rules import SendGradients, check_one_of
@@ -35,46 +39,32 @@ def is_compact(host_state: Any) -> bool:
     return host_state == "compact"
 
 
-def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any], int]:
-    """Returns the state, each leaf's parameter, and the number of arrays that had to be put back.
-
-    Trainers may move a state before they compile. A `fresh` state must come from `tx.init`.
-    """
+def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any]]:
+    """Returns the state and each leaf's parameter. A `fresh` state must come from `tx.init`."""
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
+    wrapped = state.offloads and _is_wrapped(opt_state, state)
     if state.offloads:
-        _check_wrappers(opt_state, state)
         _warn_about_later_transformations(opt_state)
-    _check_arrays(jax.tree.leaves(state))
+    check_arrays(state)
     _check_one_run(state)
     if fresh and state.offloads:
         _check_fresh(state)
     weights = weights_in_place(params, state)
-    _check_devices(weights, state)
-    state, moved = put_back(state, weights)
-    return state, weights, moved
-
-
-def _check_arrays(arrays: Sequence[Any]) -> None:
-    for x in arrays:
-        if not isinstance(x, jax.Array) or isinstance(x, Tracer):
-            raise TypeError(
-                f"The optimizer state contains a {type(x).__name__} instead of a jax array. Pass "
-                "the state that `tx.init` or the step returned, outside jit (jit the step, not the "
-                "function that `attach` returns). For flax nnx, pass model and optimizer to "
-                "`exchange_nnx` or `flush_nnx`. Put NumPy arrays from a checkpoint where "
-                "`tx.init(params)` puts them: `jax.device_put(x, like.sharding)`, as in "
-                "docs/checkpoints.md."
-            )
+    if state.offloads:
+        check_in_place(state, weights, typed=wrapped)
+    return state, weights
 
 
 def _check_one_run(state: ZenFlowState) -> None:
-    """Rejects the stacked states that `jax.vmap(tx.init)` makes."""
+    """Rejects the stacked states that `jax.vmap(tx.init)` and `jax.pmap` make."""
     shape = np.shape(state.step)
     if shape:
         raise ValueError(
-            f"The state combines {math.prod(shape)} runs, probably from `jax.vmap(tx.init)`. Give "
-            "each run its own state, step and engine; stacked layers need no `vmap`."
+            f"The state has {math.prod(shape)} copies of each array, from `jax.pmap`, "
+            "`flax.jax_utils.replicate` or `jax.vmap(tx.init)`. To train on several devices, use "
+            f"`jit` instead of `pmap` {LOOPS}. For several runs, give each its own state, step and "
+            "engine; stacked layers need no `vmap`."
         )
 
 
@@ -88,26 +78,8 @@ def _check_fresh(state: ZenFlowState) -> None:
         )
 
 
-def _check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
-    """Rejects parameters whose devices, or their order, differ from the state's."""
-    for weight, leaf in zip(weights, state.leaves, strict=True):
-        weight_devices, state_devices = _devices(weight.sharding), _devices(leaf.mu.sharding)
-        if weight_devices != state_devices:
-            raise ValueError(
-                f"{leaf.spec.name} is on {weight_devices}, but its state is on {state_devices}. "
-                "Call `tx.init` after placing the parameters."
-            )
-
-
-def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        devices: Any = sharding.mesh.devices
-        return list(devices.flat)
-    return sorted(sharding.device_set, key=lambda device: device.id)
-
-
-def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
-    """Rejects wrappers around the state whose branches jax could not trace."""
+def _is_wrapped(opt_state: Any, state: ZenFlowState) -> bool:
+    """Returns whether a branch may withhold an update; rejects branches jax could not trace."""
     around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
     if around and state.send_gradients == SendGradients.AFTER_STEP:
         wrapper = type(around[0]).__name__.removesuffix("State")
@@ -117,6 +89,7 @@ def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
             "from its input. Sum micro-batches inside the step, or omit `send_gradients`; steps "
             "whose gradients are not finite are skipped anyway."
         )
+    return bool(around)
 
 
 def _warn_about_later_transformations(opt_state: Any) -> None:
@@ -161,10 +134,7 @@ class StateChecker:
         state: ZenFlowState,
         weights: Sequence[jax.Array],
         offloaded: OffloadedLeaves,
-        moved: int,
     ):
-        self.put_back = moved  # number of misplaced state arrays
-        self._has_put_back = False
         self._offloaded = offloaded
         self._schedule = state.schedule
         self._specs = [leaf.spec for leaf in state.leaves]
@@ -182,40 +152,16 @@ class StateChecker:
                 "The state's leaves or settings differ from this engine's run. Make an engine for "
                 "each run."
             )
-        _check_arrays([state.token])  # checking all arrays would be slow
+        check_arrays([state.token])  # checking all arrays would be slow
         return state
 
-    def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
-        """Returns a step's state with all arrays in place; moves misplaced arrays once per run.
-
-        On a mesh, each device would mistake its piece of a misplaced array for other channels.
-        If mail is in device memory, its gradients did not leave during the step, and still use it.
-        """
-        # Programs themselves reject arrays and parameters on different devices.
+    def check_in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
+        """Rejects a step's misplaced state; programs themselves reject other devices."""
         watched = state.mail, state.leaves if self._on_mesh else ()
         shardings = [x.sharding for x in jax.tree.leaves(watched)]
-        if _same(shardings, self._state_shardings):
-            return state
-        placed, moved = put_back(state, weights, memories=True)
-        pairs = zip(state.leaves, placed.leaves, state.mail, placed.mail, strict=True)
-        misplaced = [
-            leaf.spec.name
-            for leaf, new, mail, new_mail in pairs
-            if not leaf.spec.resident and (mail is not new_mail or _has_moved(leaf, new))
-        ]
-        if not misplaced:
+        if not _same(shardings, self._state_shardings):
+            check_in_place(state, weights)
             self._state_shardings = shardings
-            return state
-        if self._has_put_back:
-            raise ValueError(
-                f"The state of {first_names(misplaced)} is not where `tx.init` put it, although it "
-                f"was put back before{_memory_of_mail(state)}. Do not move the state after a step, "
-                "or pass `jax.tree.map(lambda x: x.sharding, tx.init(params))`, with its memory "
-                "kinds, in the step's `out_shardings`."
-            )
-        self._has_put_back = True
-        self.put_back += moved
-        return placed
 
     def take(self, params: Any) -> "CallerTree":
         """Splits parameters into leaves; rejects different shapes, dtypes or placements."""
@@ -228,24 +174,8 @@ class StateChecker:
         return taken
 
 
-def _memory_of_mail(state: ZenFlowState) -> str:
-    """Describes mail that should be in host memory."""
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.mail)}
-    if not state.send_gradients.in_step or kinds <= {HOST}:
-        return ""
-    return (
-        ": its gradients are in device memory, so they did not leave during the step (if you "
-        'cannot set memory kinds, pass `send_gradients="after_step"`)'
-    )
-
-
 def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
     return len(current) == len(last) and all(map(operator.is_, current, last))
-
-
-def _has_moved(old: LeafState, new: LeafState) -> bool:
-    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    return any(x is not y and x.size for x, y in pairs)
 
 
 class Tokens:

@@ -25,7 +25,7 @@ from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
-from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
+from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState, leaf_layout
 from zenflow_jax._device.step import provisional_change
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 from zenflow_jax._spec.schedule import Schedule
@@ -75,7 +75,7 @@ class Integrity:
         # Comparisons use only the warm-up and the provisional share; with equal other options, runs
         # share programs.
         same: dict[str, Any] = {"window": 1, "select": 1, "groups": 1, "staleness": None}
-        schedule = dataclasses.replace(state.schedule, **same, window_scaling=None)
+        schedule = dataclasses.replace(state.schedule, **same, window_scaling=False)
         self._extent = _Extent(schedule, everything)
         compared = [i for i, spec in enumerate(self._specs) if 0 not in spec.shape]
         gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_COMPARISON)
@@ -105,7 +105,7 @@ class Integrity:
             raise RuntimeError(self._error)
 
     def step_made(
-        self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
+        self, weights: Sequence[Array], leaves: Leaves, step_scalars: StepScalars
     ) -> None:
         """Compares the step's results with the values that were noted before the step."""
         self._step += 1
@@ -131,9 +131,7 @@ class Integrity:
         """Drops the noted values, because the parameters change between two steps."""
         self._before = None
 
-    def note_parameters(
-        self, weights: Sequence[Array], leaves: Sequence[LeafState], *, if_due: bool
-    ) -> None:
+    def note_parameters(self, weights: Sequence[Array], leaves: Leaves, *, if_due: bool) -> None:
         """Notes values before a step; with `if_due`, only when a comparison is due."""
         due = self._extent.everything or (if_due and self._since >= _INTERVAL)
         if self._batches and due:

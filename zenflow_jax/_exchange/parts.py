@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +22,7 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
 from zenflow_jax._spec.groups import group_specs
 from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.scalars import no_scalars
 
 _T = TypeVar("_T")
 
@@ -111,8 +112,9 @@ class OffloadedLeaves:
                     by_position[position] = put(piece, device)
         return [x for _, x in sorted(by_position.items())]
 
-    def pick(self, values: Sequence[_T]) -> list[_T]:
-        return [values[i] for i in self.places]
+    def pick(self, values: Iterable[_T]) -> list[_T]:
+        every = list(values)
+        return [every[i] for i in self.places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +215,7 @@ def new_host_state(
 ) -> HostState:
     """Makes the host's arrays from the parameters of the offloaded leaves."""
     parts, states = offloaded.parts, offloaded.pick(state.leaves)
-    return HostState(
+    host = HostState(
         [part.spec for part in parts],
         # A generator, because apart from the masters there is room for a copy of only one part.
         (host_part(weights[part.leaf], part) for part in parts),
@@ -223,6 +225,8 @@ def new_host_state(
         offloaded.pieces,
         compact=compact,
     )
+    host.scalars = no_scalars([leaf.spec for leaf in state.leaves])
+    return host
 
 
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:

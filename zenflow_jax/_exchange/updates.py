@@ -24,7 +24,7 @@ from zenflow_jax._device.boundary import (
     split_uploads,
 )
 from zenflow_jax._device.memory import read, upload
-from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.state import LeafState, Leaves
 from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
     Group,
@@ -151,7 +151,7 @@ class Updates:
         # The uploads may read live masters, which the next update overwrites.
         return jax.block_until_ready(assemble(pieces, spec.shape, sharding))
 
-    def note_channels(self, leaves: Sequence[LeafState]) -> None:
+    def note_channels(self, leaves: Leaves) -> None:
         """Records the selected channels of a new or resumed run, for merges."""
         for number, group in enumerate(self._offloaded.groups):
             if group.leaves:
@@ -200,7 +200,7 @@ class Updates:
         return self._parts[i].on_devices(self._worker.leaves()[i].to_upload)
 
     def reselect(
-        self, number: int, weights: list[jax.Array], leaves: Sequence[LeafState], after: Any
+        self, number: int, weights: list[jax.Array], leaves: Leaves, after: Any
     ) -> list[LeafState]:
         """Closes a group's window and hands channels over; entering channels are up to date.
 
@@ -254,7 +254,7 @@ class Updates:
         group = self._offloaded.groups[number]
         return cut_states(states, specs=group.specs) if group.in_ranges else list(states)
 
-    def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
+    def measure(self, number: int, leaves: Leaves) -> jax.Array:
         """Starts computing a group's `kept_share` (`_device/statistics.py`)."""
         group = self._offloaded.groups[number]
         states = group.pick(self._offloaded.pick(leaves))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-#: The alignment that jax needs (0.10.0 to 0.11.2), in bytes. NumPy aligns only to 16.
+#: The alignment that jax needs (0.10.0 to 0.12.0.1), in bytes. NumPy aligns only to 16.
 ALIGNMENT = 64
 #: Number of elements to convert at once, so that the scratch stays in the cache.
 CHUNK = 128 * 1024

@@ -13,14 +13,13 @@ import jax
 import optax
 
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.resolve import selected_channels
 
 _logger = logging.getLogger("zenflow_jax")
 
 # A smaller share of extra selected parameters does not cause a warning.
 _NEGLIGIBLE = 0.01
-# The last key in a norm's or a bias's path.
-_VECTOR = re.compile(r"\b(bias|scale)\W*$")
+# The last key in a matrix's path, in flax and Keras.
+_MATRIX = re.compile(r"\b(kernel|embedding|embeddings)\W*$")
 
 
 def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
@@ -53,37 +52,28 @@ def warn_of_few_channels(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
     )
 
 
-def warn_of_uneven_pieces(specs: Sequence[LeafSpec], topk_ratio: float) -> None:
-    """Warns if a mesh adds selected channels, so that the run cannot resume on fewer devices."""
-    divided = [s for s in specs if not s.resident and s.pieces > 1]
-    uneven = [s for s in divided if s.k != selected_channels(topk_ratio, s.n, 1)]
-    if not uneven:
-        return
-    first = uneven[0]
-    # Each piece selects a whole number of channels if the ratio is a multiple of 1 / common.
-    common = math.gcd(*(s.n // s.pieces for s in divided))
-    even = selected_channels(topk_ratio, common, 1) / common
-    remedy = f"with topk_ratio={even!r} or " if even <= 2 * topk_ratio else ""
-    _logger.warning(
-        f"zenflow selects {first.k} channels of {first.name or 'a bare array'}, because the mesh "
-        f"divides its channel axis into {first.pieces} pieces; on one device, it would select "
-        f"{selected_channels(topk_ratio, first.n, 1)}. This run's checkpoints can be resumed only "
-        "on a mesh that leads to the same number. To resume on fewer devices, start the run "
-        f"{remedy}with a mesh that divides other axes."
-    )
-
-
 def warn_of_stacked_vectors(specs: Sequence[LeafSpec]) -> None:
-    """Warns about offloaded leaves that are named like a norm or a bias, as in scanned layers."""
-    named = [s for s in specs if not s.resident and _VECTOR.search(s.name)]
-    if named:
+    """Warns about norms and biases of stacked layers: matrices whose channels are layers."""
+    offloaded = [spec for spec in specs if not spec.resident]
+    sizes = {(spec.stack, n) for spec in offloaded for n in spec.shape[len(spec.stack) :]}
+    vectors = [s for s in offloaded if _vector_in_stack(s) in sizes and not _MATRIX.search(s.name)]
+    if vectors:
+        name, shape = vectors[0].name, vectors[0].shape
         _logger.warning(
-            f"zenflow treats {named[0].name} of shape {named[0].shape} as a matrix with "
-            f"{named[0].n} channels, and {len(named) - 1} other leaves likewise. If they are norms "
-            "or biases of stacked layers, keep them on the device, for example with "
-            'resident=lambda path, x: "scale" in str(path[-1]). To silence this warning, pass '
+            f"zenflow treats {name} of shape {shape} as a matrix with {vectors[0].n} channels, and "
+            f"{len(vectors) - 1} other leaves likewise, although this axis counts layers or "
+            "experts in other leaves. If they are norms or biases, keep them on the device: "
+            f"resident=lambda path, x: x.shape[:-1] == {shape[:-1]}. To silence this warning, pass "
             "resident=lambda path, x: False."
         )
+
+
+def _vector_in_stack(spec: LeafSpec) -> tuple[tuple[int, ...], int] | None:
+    """Returns the stack and the size of a leaf that may be a vector for each stack entry."""
+    *stack, size = spec.shape
+    # A layer is wider than a model is deep, unlike a kernel next to `(embed, heads, width)`.
+    is_vector = spec.axis == len(stack) - 1 and spec.n <= size
+    return ((*stack,), size) if is_vector else None
 
 
 def warn_of_a_part(params: Any) -> None:

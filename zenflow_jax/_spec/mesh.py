@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 #: The mesh axes that divide each axis of a leaf, the outermost first.
 MeshAxes = tuple[tuple[str, ...], ...]
@@ -43,11 +43,21 @@ class Placement:
         """Returns, for each leaf axis, the mesh axes that cut a block into parts."""
         return tuple(p[len(b) :] for b, p in zip(self.block, self.part, strict=True))
 
-    @property
-    def explicit(self) -> frozenset[str]:
-        """Returns the mesh axes whose sharding is part of an array's type."""
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        return frozenset(name for name, kind in types if kind == AxisType.Explicit)
+    def without_types(self) -> "Placement":
+        """Returns this placement with Auto axes: axis types belong to a program, not to a leaf."""
+        auto = dict.fromkeys(self.mesh.axis_names, AxisType.Auto)
+        return dataclasses.replace(self, mesh=self.mesh.update_axis_types(auto))
+
+    def running_mesh(self, arrays: Sequence[Any]) -> AbstractMesh:
+        """Returns the mesh with the axis types of the program that is being traced."""
+        meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
+        return next((x for x in meshes if x.shape_tuple == self.mesh.shape_tuple), self.mesh)
+
+
+def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
+    """Returns the mesh axes whose sharding is part of an array's type."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in types if kind == AxisType.Explicit)
 
 
 def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:

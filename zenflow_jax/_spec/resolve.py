@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, check_memory, plain_name
-from zenflow_jax._spec.mesh import Placement, divide_blocks, placement_of
+from zenflow_jax._spec.mesh import Placement, divide_blocks, explicit_axes, placement_of
 from zenflow_jax._spec.rules import round_up
 
 
@@ -37,6 +37,7 @@ def resolve(
     place = placement_of(leaf, sharding)
     if place is not None:
         _check_even(name, shape, place)
+        place = place.without_types()
     alone = LeafSpec(name, shape, dtype, None, k=0, decay=decay, placement=place)
     resident = rules.resident
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
@@ -89,7 +90,7 @@ _KEEP_OUT = (
 
 def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
     for axis, names in enumerate(place.block):
-        if place.explicit.intersection(names) not in (set(), set(names)):
+        if explicit_axes(place.mesh).intersection(names) not in (set(), set(names)):
             types = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
             raise ValueError(
                 f"Axis {axis} of {name} mixes Auto and Explicit mesh axes: {names} of {types}. "

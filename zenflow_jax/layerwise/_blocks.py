@@ -29,11 +29,10 @@ from zenflow_jax.layerwise._optimizer import (
     flat,
     is_large,
     join,
-    others,
     unflat,
 )
 from zenflow_jax.layerwise._separable import check_separable, leaf_name
-from zenflow_jax.layerwise._transfers import bytes_here, moved
+from zenflow_jax.layerwise._transfers import bytes_here, large_moved, moved
 
 #: Neighbouring leaves are updated together, by one program, up to this size.
 _BUNDLE_BYTES = 32 * 1024**2
@@ -48,8 +47,7 @@ class Bundle:
     shapes: Sequence[Parts]
     program: Callable[..., Any]
     large: Sequence[bool]  # for each of the `flat` arrays
-    # Of the large arrays, and of those that are weights, on one device.
-    nbytes: int
+    nbytes: int  # of the large arrays, and of the weights among them, on one device
     weights_nbytes: int
 
 
@@ -60,48 +58,27 @@ class Block:
     name: str
     treedef: Any
     trains: bool
-    paths: Sequence[str]
+    names: Sequence[tuple[str, ...]]  # each leaf's, and those of its optimizer state
     shapes: Sequence[Parts]  # with shardings in device memory
     bundles: Sequence[Bundle]  # none if frozen
     leaves: list[Parts]  # the current arrays
 
-    @property
-    def abstract(self) -> Any:
-        """Returns the weights' shapes and placements, as the user's tree."""
-        return self.treedef.unflatten([x.weight for x in self.shapes])
+    @functools.cached_property
+    def large(self) -> list[bool]:
+        """Returns which weights wait in host memory."""
+        return [is_large(x.weight) for x in self.shapes]
 
     @functools.cached_property
     def weights_nbytes(self) -> int:
-        """Returns the bytes of the large weights on one device."""
+        """Returns the bytes of these weights on one device."""
         return _large_bytes([x.weight for x in self.shapes])
-
-    @functools.cached_property
-    def _large(self) -> list[bool]:
-        return [is_large(x.weight) for x in self.shapes]
 
     def weights(self) -> list[jax.Array]:
         return [leaf.weight for leaf in self.leaves]
 
-    def fetch_weights(self) -> list[jax.Array]:
-        """Starts to copy the large weights to the device, where the small ones are."""
-        return _large_moved(self.weights(), self._large, "device")
-
-    def fetch_others(self, bundle: Bundle) -> list[jax.Array]:
-        """Starts to copy the large arrays that only an update reads."""
-        arrays = others([self.leaves[i] for i in bundle.places])
-        return _large_moved(arrays, bundle.large[len(bundle.places) :], "device")
-
-    def fetch_all(self, bundle: Bundle) -> list[jax.Array]:
-        """Starts to copy all large arrays of a bundle to the device; returns `flat` arrays."""
-        return _large_moved(flat([self.leaves[i] for i in bundle.places]), bundle.large, "device")
-
-    def fetch_sent(self, bundle: Bundle, gradient: Sequence[jax.Array]) -> list[jax.Array]:
-        """Starts to copy a bundle's gradient, from `sent`, back to the device."""
-        return _large_moved(gradient, bundle.large[: len(gradient)], "device")
-
-    def sent(self, gradient: Sequence[jax.Array]) -> list[jax.Array]:
-        """Starts to copy the gradient of large weights to host memory."""
-        return _large_moved(gradient, self._large, HOST)
+    def arrays(self, bundle: Bundle) -> list[jax.Array]:
+        """Returns the `flat` arrays of a bundle."""
+        return flat([self.leaves[i] for i in bundle.places])
 
     def update(
         self,
@@ -137,31 +114,32 @@ class BlockMaker:
     def make(self, name: str, tree: Any, *, trains: bool) -> Block:
         """Makes a block from the user's tree or, if it trains, from the saved state."""
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        paths = [leaf_name(name, path) for path, _ in pairs]
-        given = [x for _, x in pairs]
+        paths, given = [leaf_name(name, path) for path, _ in pairs], [x for _, x in pairs]
         weights = [_shape_of(path, x) for path, x in zip(paths, given, strict=True)]
-        if not trains:
-            shapes = [Parts(x, ()) for x in weights]
-            _check_values(paths, given)
-            leaves = [Parts(x, ()) for x in _at_rest([*map(_copied, given, weights)], weights)]
-            return Block(name, treedef, trains, paths, shapes, (), leaves)
         kind = treedef, tuple((x.shape, x.dtype) for x in weights)
-        if kind not in self._checked:
-            check_separable(self._optimizer, name, tree=treedef.unflatten(weights))
+        if trains and weights and kind not in self._checked:
+            check_separable(self._optimizer, name, treedef.unflatten(weights))
             self._checked.add(kind)
-        shapes = [self._updater.shapes(treedef, i, x) for i, x in enumerate(weights)]
+        shapes, names = [Parts(x, ()) for x in weights], [(path,) for path in paths]
+        if trains:
+            leaves = [(treedef, i, x) for i, x in enumerate(weights)]
+            shapes = [self._updater.shapes(*leaf) for leaf in leaves]
+            names = [
+                (path, *self._updater.names(*x)) for path, x in zip(paths, leaves, strict=True)
+            ]
         bundles = [*self._bundles(treedef, shapes)]
-        block = Block(name, treedef, trains, paths, shapes, bundles, [*shapes])
+        block = Block(name, treedef, trains, names, shapes, bundles if trains else (), [*shapes])
         for bundle in bundles:
-            if self._saved is None:
-                _check_values(paths, given)
-                program = self._updater.init(treedef, bundle.places, bundle.shapes)
-                arrays = program([_on_device(given[i], weights[i]) for i in bundle.places])
+            if trains and self._saved is not None:
+                path_names = [paths[i] for i in bundle.places]
+                arrays = self._saved.read(int(bundle.number), path_names, bundle.shapes)
             else:
-                names = [paths[i] for i in bundle.places]
-                arrays = self._saved.read(int(bundle.number), names, bundle.shapes)
-            block.replace(bundle, _at_rest(arrays, flat(bundle.shapes)))
-        self._number += len(paths)
+                program = self._updater.init(treedef, bundle.places, bundle.shapes)
+                arrays = program([_on_device(paths[i], given[i]) for i in bundle.places])
+            # The user may reuse NumPy's memory, and the device holds one bundle at a time.
+            arrays = large_moved(arrays, bundle.large, HOST)
+            block.replace(bundle, jax.block_until_ready(arrays))
+        self._number += trains * len(paths)
         return block
 
     def _bundles(self, treedef: Any, shapes: Sequence[Parts]) -> Iterator[Bundle]:
@@ -171,14 +149,13 @@ class BlockMaker:
             if end < len(shapes) and sum(sizes[begin : end + 1]) <= _BUNDLE_BYTES:
                 continue
             places, chosen = tuple(range(begin, end)), shapes[begin:end]
-            arrays = flat(chosen)
             yield Bundle(
                 places,
                 np.int32(self._number + begin),
                 chosen,
                 self._updater.update(treedef, places, chosen),
-                [*map(is_large, arrays)],
-                _large_bytes(arrays),
+                [*map(is_large, flat(chosen))],
+                _large_bytes(flat(chosen)),
                 _large_bytes([x.weight for x in chosen]),
             )
             begin = end
@@ -257,48 +234,20 @@ def _shape_of(path: str, x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=where)
 
 
-def _check_values(paths: Sequence[str], given: Sequence[Any]) -> None:
-    for path, x in zip(paths, given, strict=True):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            raise TypeError(f"{path} has a shape but no values. Pass an array, or pass `state`.")
-
-
-def _on_device(x: Any, shape: Any) -> jax.Array:
+def _on_device(path: str, x: Any) -> jax.Array:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"{path} has a shape but no values. Pass an array, or pass `state`.")
     if isinstance(x, jax.Array):
         return x if x.sharding.memory_kind == "device" else moved(x, "device")
+    shape = _shape_of(path, x)
     return jax.device_put(np.asarray(x, shape.dtype), shape.sharding)
 
 
-def _copied(x: Any, shape: Any) -> jax.Array:
-    """Returns a copy on the device, which shares no memory with the caller's array."""
-    return jnp.copy(_on_device(x, shape))
-
-
-def _at_rest(arrays: Sequence[jax.Array], shapes: Sequence[Any]) -> list[jax.Array]:
-    """Copies the large arrays to host memory, and waits for the copies.
-
-    The user may reuse NumPy's memory for the next layer, and the device holds one layer at a time.
-    """
-    return jax.block_until_ready(_large_moved(arrays, [*map(is_large, shapes)], HOST))
-
-
-def _large_moved(arrays: Sequence[jax.Array], large: Sequence[bool], kind: str) -> list[jax.Array]:
-    """Starts to copy the large arrays to a memory kind; returns all arrays."""
-    moving, staying = divide(arrays, large)
-    return join(moved(moving, kind), staying, large)
-
-
-def checksum_of_names(blocks: Sequence[Block], updater: Updater) -> np.ndarray:
+def checksum_of_names(blocks: Sequence[Block]) -> np.ndarray:
     """Returns a checksum of the trained leaves' names, also in the optimizer's state.
 
     Equal shapes prove too little.
     """
-    names = (
-        "/".join((path, *updater.names(block.treedef, i, shape.weight)))
-        for block in blocks
-        if block.trains
-        for i, (path, shape) in enumerate(zip(block.paths, block.shapes, strict=True))
-    )
+    names = ["/".join(name) for block in blocks if block.trains for name in block.names]
     # flax nnx adds the suffix, or not, to the same parameter.
-    text = "\n".join(name.replace(".value", "") for name in names)
-    return np.array(zlib.crc32(text.encode()), np.uint32)
+    return np.array(zlib.crc32("\n".join(names).replace(".value", "").encode()), np.uint32)

@@ -16,11 +16,11 @@ from zenflow_jax.layerwise._programs import (
     ModelProgram,
     floats_of,
     key_of,
-    shapes_of,
     trace_model,
+    types_of,
 )
 from zenflow_jax.layerwise._progress import Progress
-from zenflow_jax.layerwise._transfers import bytes_here, moved
+from zenflow_jax.layerwise._transfers import bytes_here, large_moved, moved
 from zenflow_jax.layerwise._updates import AHEAD, AfterBackward, DuringBackward
 
 
@@ -197,17 +197,20 @@ class Dispatcher:
 
     def program(self, batch: Any) -> ModelProgram:
         """Returns the programs for batches of this shape, traced once."""
-        shapes = shapes_of(batch)
+        shapes = types_of(batch)
         if (key := key_of(shapes)) not in self._programs:
-            outer, *layers = (block.abstract for block in self._blocks)
+            outer, *layers = (
+                x.treedef.unflatten([leaf.weight for leaf in x.shapes]) for x in self._blocks
+            )
             known = self._trains, self._options, self._layer_programs
             self._programs[key] = trace_model(*self._functions, outer, layers, shapes, *known)
         return self._programs[key]
 
     def _fetch(self, i: int) -> list[jax.Array]:
         """Starts to copy a block's weights to the device."""
-        self.bytes_to_device += self._blocks[i].weights_nbytes
-        return self._blocks[i].fetch_weights()
+        block = self._blocks[i]
+        self.bytes_to_device += block.weights_nbytes
+        return large_moved(block.weights(), block.large, "device")
 
 
 def _places(arrays: Sequence[jax.Array]) -> tuple:

@@ -93,9 +93,10 @@ class Updater:
         """Returns a program that makes leaves from weights: (weights) -> `flat` arrays."""
 
         def init(weights: Sequence[Any]) -> list[Any]:
-            return flat([self._made(treedef, *x) for x in zip(places, weights, strict=True)])
+            leaves = zip(places, weights, shapes, strict=True)
+            return flat([self._made(treedef, *leaf) for leaf in leaves])
 
-        return self._jitted(init, (treedef, places), shapes, lambda all_shardings: all_shardings)
+        return self._jitted(init, (treedef, places), shapes, list)
 
     def update(self, treedef: Any, places: tuple[int, ...], shapes: Sequence[Parts]) -> Callable:
         """Returns a program that updates leaves.
@@ -147,11 +148,13 @@ class Updater:
             self._programs[signature] = jax.jit(function, **options)
         return self._programs[signature]
 
-    def _made(self, treedef: Any, place: int, weight: Any) -> Parts:
+    def _made(self, treedef: Any, place: int, weight: Any, shape: Parts) -> Parts:
+        new = jnp.copy(weight)  # otherwise the result would be the caller's array
+        if not shape.others:  # frozen, or an optimizer without state
+            return Parts(new, ())
         master = weight.astype(jnp.float32)
         state = self._optimizer.init(alone(treedef, place, master))
-        # Without the copy, the result would be the caller's array.
-        return Parts(jnp.copy(weight), (*_rest(master, weight), *jax.tree.leaves(state)))
+        return Parts(new, (*_rest(master, weight), *jax.tree.leaves(state)))
 
     def _updated(self, treedef: Any, place: int, leaf: Parts, gradient: Any, factor: Any) -> Parts:
         params = alone(treedef, place, _master(leaf))
@@ -220,10 +223,12 @@ def _placed(x: Any, leaf: Any) -> Any:
     """Returns an array's shape with the leaf's sharding, on each axis that it divides evenly."""
     sharding = leaf.sharding
     if x.shape != leaf.shape and isinstance(sharding, NamedSharding):
-        parts = [n // k for n, k in zip(leaf.shape, sharding.shard_shape(leaf.shape), strict=True)]
-        spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
-        if len(x.shape) != len(leaf.shape):
-            spec = []
-        spec = [e if n % k == 0 else None for e, n, k in zip(spec, x.shape, parts, strict=False)]
+        spec: list[Any] = []
+        if len(x.shape) == len(leaf.shape):
+            shards, spec = sharding.shard_shape(leaf.shape), [None] * len(leaf.shape)
+            for i, axis in enumerate(sharding.spec):
+                spec[i] = (
+                    axis if x.shape[i] % max(leaf.shape[i] // max(shards[i], 1), 1) == 0 else None
+                )
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

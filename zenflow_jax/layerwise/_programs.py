@@ -115,7 +115,7 @@ def trace_model(
     `trains` belongs to `outer`. `cache` contains layers that were traced before.
     """
     with _noting("`first`", outer, batch):
-        made = jax.make_jaxpr(first, return_shape=True)(shapes_of(outer), batch)
+        made = jax.make_jaxpr(first, return_shape=True)(types_of(outer), batch)
     _check_closure(made[0], "`first`")
     if not (isinstance(made[1], tuple) and len(made[1]) == 2):
         raise TypeError(
@@ -123,7 +123,7 @@ def trace_model(
             "`(carry, None)` if the layers share nothing."
         )
     carry, shared = made[1]
-    moving = _moving(first, shapes_of(outer), batch, carry, shared) if trains[0] else ()
+    moving = _moving(first, types_of(outer), batch, carry, shared) if trains[0] else ()
     programs: list[LayerProgram] = []
     for i, (function, layer_weights) in enumerate(zip(layers, weights, strict=True)):
         key = function, trains[i + 1], moving, key_of(layer_weights), key_of((carry, shared))
@@ -135,7 +135,7 @@ def trace_model(
         programs.append(cache[key])
         carry = programs[-1].carry
     with _noting("`last`", carry, batch):
-        closed, end = jax.make_jaxpr(last, return_shape=True)(shapes_of(outer), carry, batch)
+        closed, end = jax.make_jaxpr(last, return_shape=True)(types_of(outer), carry, batch)
     _check_closure(closed, "`last`")
     pair = end if isinstance(end, WeightedLoss) else (end, end)
     if [getattr(x, "shape", None) for x in pair] != [(), ()] or not _is_float(pair[0]):
@@ -201,7 +201,7 @@ def _trace_layer(
     number: int,
     options: Options,
 ) -> LayerProgram:
-    closed, new = jax.make_jaxpr(function, return_shape=True)(shapes_of(weights), carry, shared)
+    closed, new = jax.make_jaxpr(function, return_shape=True)(types_of(weights), carry, shared)
     _check_closure(closed, f"layer {number}")
     count, jaxpr = len(jax.tree.leaves(carry)), closed.jaxpr
     begin = len(jax.tree.leaves(weights))
@@ -215,7 +215,7 @@ def _trace_layer(
     pull, leaves = _pull_of(function, carry, moving, trains), jax.tree.leaves(carry)
     g, g_shared = floats_of(new), [jax.tree.leaves(shared)[i] for i in moving]
     whole = partial(pull, range(count))
-    kept = tuple(_reads(whole, 3, shapes_of(weights), g, g_shared, leaves, shared))
+    kept = tuple(_reads(whole, 3, types_of(weights), g, g_shared, leaves, shared))
     same = [key_of(x) for x in g] == [key_of(x) for x in floats_of(carry)]
     return LayerProgram(
         forward=jax.jit(forward, compiler_options=options),
@@ -402,20 +402,26 @@ def _text(tree: Any) -> str:
     return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
 
 
-def shapes_of(tree: Any) -> Any:
-    """Returns shapes; Python numbers keep weak types, so they adopt dtypes.
+def types_of(tree: Any) -> Any:
+    """Returns `shapes_of` with the shardings on explicit axes, which belong to an array's type."""
 
-    Only shardings on explicit axes, which are part of an array's type, are kept.
-    """
+    def type_of(x: Any, shape: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return shape
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return shape
+        return shape.update(sharding=NamedSharding(sharding.mesh, sharding.spec))
+
+    return jax.tree.map(type_of, tree, shapes_of(tree))
+
+
+def shapes_of(tree: Any) -> Any:
+    """Returns shapes without shardings; Python numbers keep weak types, so they adopt dtypes."""
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-            sharding = NamedSharding(sharding.mesh, sharding.spec)
-        else:
-            sharding = None
-        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak, sharding=sharding)
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
 
     return jax.tree.map(shape_of, tree)
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 
+from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._spec.arguments import check_numbers
@@ -24,7 +25,7 @@ from zenflow_jax.layerwise._dispatch import Dispatcher
 from zenflow_jax.layerwise._optimizer import Updater
 from zenflow_jax.layerwise._progress import Judge, new_progress
 from zenflow_jax.layerwise._saving import SavedState, TrainerStream, new_snapshot
-from zenflow_jax.layerwise._transfers import moved
+from zenflow_jax.layerwise._transfers import large_moved, moved
 from zenflow_jax.layerwise._updates import AfterBackward, DuringBackward
 
 #: By default, this many of the largest updated arrays may be in flight.
@@ -148,7 +149,7 @@ class Trainer:
                 f"`layer` has {len(layers)} functions for {len(blocks) - 1} layers. Pass one "
                 "function for all layers, or one for each layer."
             )
-        self._names = checksum_of_names(blocks, self._updater)
+        self._names = checksum_of_names(blocks)
         if saved and counts.get("names") != self._names:
             raise UnfitRunError(
                 "`state` has different weights, by name, or another optimizer, order of layers or "
@@ -160,6 +161,7 @@ class Trainer:
         self._trained = [block for block in blocks if block.trains]
         shardings = [x.weight.sharding for block in blocks for x in block.shapes]
         devices = {device for sharding in shardings for device in sharding.device_set}
+        check_gpus(devices)
         self._processes = sorted({device.process_index for device in devices})
         self._failure: BaseException | None = None
         self._closed = False
@@ -277,7 +279,8 @@ class Trainer:
             return block.treedef.unflatten(block.weights())
         masters = []
         for bundle in block.bundles:  # a few leaves on the device at a time
-            made = self._updater.masters(bundle.shapes)(block.fetch_all(bundle))
+            arrays = large_moved(block.arrays(bundle), bundle.large, "device")
+            made = self._updater.masters(bundle.shapes)(arrays)
             masters += jax.block_until_ready(moved(made, HOST))
         return block.treedef.unflatten(masters)
 
@@ -340,8 +343,9 @@ class Trainer:
     def _read_verdicts(self, unread: int) -> None:
         """Reads all verdicts but the last few, and raises an error if a step ends the run."""
         while len(self._verdicts) > unread:
-            step, verdict = self._verdicts.popleft()
+            step, verdict = self._verdicts[0]
             self._skipped, in_a_row, report = map(int, np.asarray(verdict))
+            self._verdicts.popleft()  # after the wait, which may be interrupted
             try:
                 if report:
                     raise FloatingPointError(self._explained(report, step))
@@ -358,7 +362,7 @@ class Trainer:
                 "which has already updated other weights. Resume from the last checkpoint, with "
                 'updates="after_backward", which skips such steps.'
             )
-        paths = [path for block in self._trained for path in block.paths]
+        paths = [names[0] for block in self._trained for names in block.names]
         return (
             f"The optimizer's update of {paths[report - 1]} is not finite in step {step}, though "
             "its gradient is. Look for NaN in the learning rate's schedule, and resume from the "

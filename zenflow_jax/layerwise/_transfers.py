@@ -9,6 +9,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._device.memory import HOST
+from zenflow_jax.layerwise._optimizer import divide, join
 
 _SPACES = {HOST: jax.memory.Space.Host, "device": jax.memory.Space.Device}
 
@@ -26,6 +27,12 @@ def moved(tree: Any, kind: str) -> Any:
         return jax.device_put(tree, _SPACES[kind]) if leaves else tree
     # `jax.device_put` cannot move arrays that span processes (jax 0.10.2 and 0.11.2).
     return jax.tree.map(lambda x: _shards_moved(x, kind), tree)
+
+
+def large_moved(arrays: Sequence[jax.Array], large: Sequence[bool], kind: str) -> list[jax.Array]:
+    """Starts to copy the large arrays to a memory kind; returns all arrays."""
+    moving, staying = divide(arrays, large)
+    return join(moved(moving, kind), staying, large)
 
 
 def _shards_moved(x: jax.Array, kind: str) -> jax.Array:

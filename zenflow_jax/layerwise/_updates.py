@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from zenflow_jax._checkpoint.saving import Snapshot
+from zenflow_jax._device.memory import HOST
 from zenflow_jax.layerwise._blocks import Block, Bundle
 from zenflow_jax.layerwise._optimizer import Control
 from zenflow_jax.layerwise._progress import Judge, Progress
-from zenflow_jax.layerwise._transfers import InFlight
+from zenflow_jax.layerwise._transfers import InFlight, large_moved
 
 #: The maximum number of layers whose programs or gradients are in flight.
 AHEAD = 2
@@ -107,7 +108,8 @@ class DuringBackward(Updates):
         """Starts to fetch the arrays that only an update reads."""
         self._in_flight.admit(bundle.nbytes)
         self.bytes_to_device += bundle.nbytes - bundle.weights_nbytes
-        return block.fetch_others(bundle)
+        count = len(bundle.places)
+        return large_moved(block.arrays(bundle)[count:], bundle.large[count:], "device")
 
 
 class AfterBackward(Updates):
@@ -130,7 +132,7 @@ class AfterBackward(Updates):
             return
         while len(self._leaving) >= AHEAD:  # a slow bus would keep gradients on the device
             jax.block_until_ready(self._leaving.popleft())
-        mail = self._blocks[i].sent(gradient)
+        mail = large_moved(gradient, self._blocks[i].large, HOST)
         self.bytes_to_host += self._blocks[i].weights_nbytes
         self._leaving.append(mail)
         self._mails[i] = mail, squares
@@ -142,8 +144,9 @@ class AfterBackward(Updates):
             block, (mail, _) = self._blocks[i], self._mails.pop(i)
             for bundle in block.bundles:
                 self._in_flight.admit(bundle.nbytes)
-                arrays = block.fetch_all(bundle)
-                gradient = block.fetch_sent(bundle, _taken(mail, bundle))
+                count, gradient = len(bundle.places), _taken(mail, bundle)
+                arrays = large_moved(block.arrays(bundle), bundle.large, "device")
+                gradient = large_moved(gradient, bundle.large[:count], "device")
                 self.bytes_to_device += bundle.nbytes + bundle.weights_nbytes
                 control = self._update(block, bundle, arrays, gradient, control)
         return self._judge.conclude(self._progress, control, {})

@@ -39,20 +39,15 @@ def plan_layerwise(
 ) -> Plan:
     """Plans the memory and time of `layerwise.Trainer`, which trains all weights.
 
+    Arguments up to `in_flight_bytes` are the trainer's, except as noted; `params` and `batch` may
+    be `jax.ShapeDtypeStruct`s with shardings. Errors are the trainer's and `plan`'s.
+
     Args:
-        params: As for the trainer, as arrays or `jax.ShapeDtypeStruct`s with shardings.
-        batch: A micro-batch, in the same form.
-        first, layer, last, optimizer: The model and its optimizer, as for the trainer.
+        batch: A micro-batch.
         micro_batches: The number of micro-batches in a step.
-        updates, inputs, in_flight_bytes: As for the trainer.
         device, host_memory_bytes: As for `plan`.
         compiles: Whether to compile all programs, for the devices in the shardings, for example of
             a `described_mesh`. Otherwise temporaries are left out.
-        compiler_options: As in `jax.jit`.
-
-    Raises:
-        ValueError: If `device`, `updates` or `inputs` is unknown.
-        TypeError: If the functions do not fit together.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -64,16 +59,15 @@ def plan_layerwise(
         ...     first=lambda outer, x: (x, None),
         ...     layer=lambda w, x, _: x @ w,
         ...     last=lambda outer, x, batch: jnp.mean(x).astype(jnp.float32),
-        ...     optimizer=optax.adamw(1e-4),
+        ...     optimizer=optax.sgd(1e-2),
         ... )
         >>> needs.host["weights and state, pinned"] / needs.parameters
-        12.0
+        4.0
     """
     gpu = gpu_named(device)
     check_one_of("updates", updates, ("after_backward", "during_backward"))
     check_one_of("inputs", inputs, ("device", "host"))
-    trees = _trees_of(params)
-    blocks, leaves = _blocks_of(optimizer, trees), jax.tree.leaves(trees)
+    blocks, trees = _blocks_of(optimizer, params)
     w, u = [x.weights for x in blocks], [x.others for x in blocks]
     in_flight = _IN_FLIGHT * max(x.largest for x in blocks)
     in_flight = in_flight if in_flight_bytes is None else in_flight_bytes
@@ -81,38 +75,30 @@ def plan_layerwise(
     options = [True] * len(trees), compiler_options, {}
     program = trace_model(first, functions, last, trees[0], trees[1:], shapes_of(batch), *options)
     at_once, on_host = updates == "during_backward", inputs == "host"
-    step = _follow(
-        program,
-        trees,
-        batch,
-        _Tracer(shares_of(batch), compiles),
-        parts=micro_batches,
-        on_host=on_host,
-        flight=in_flight if at_once else None,
+    tracer, flight = _Tracer(shares_of(batch), compiles), in_flight if at_once else None
+    flops, moved, inputs_bytes, peak = _follow(
+        program, trees, batch, tracer, parts=micro_batches, on_host=on_host, flight=flight
     )
     # Weights come for both passes. All arrays leave once. A second sweep also sends gradients and
     # takes them back, with the weights, and nothing hides it.
-    sweep, kept = sum(w) * (not at_once), step.kept * on_host
+    sweep, kept = sum(w) * (not at_once), inputs_bytes * on_host
     late = sum(max(x - in_flight // 2, 0) for x in u) if at_once else sum(u) + 2 * sweep
-    devices = devices_of(leaves)
+    devices = devices_of(jax.tree.leaves(trees))
     rate, usual_bytes = gpu.host_beside(devices)
-    host = {
-        "weights and state, pinned": sum(w) + sum(u),
-        "gradients, pinned": sweep,
-        "layers' inputs, pinned": kept,
-    }
+    host = {"weights and state, pinned": sum(w) + sum(u), "gradients, pinned": sweep}
+    host |= {"layers' inputs, pinned": kept}
     return Plan(
         gpu=gpu,
         devices=devices,
-        parameters=sum(x.size for x in leaves),
-        device=max(step.peak, {"weights": w[0], "updates in flight": in_flight}, key=_total),
+        parameters=sum(x.size for x in jax.tree.leaves(trees)),
+        device=max(peak, {"weights": w[0], "updates in flight": in_flight}, key=_total),
         host={name: devices * x for name, x in host.items()},
         pinned=_total(host),
         checkpoint=sum(x.saved for x in blocks),
         host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
         host_bandwidth=rate,
-        flops=step.flops + sum(x.flops for x in blocks),
-        moved=step.moved,
+        flops=flops + sum(x.flops for x in blocks),
+        moved=moved,
         to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + 2 * sweep + kept,
         to_host=sum(w) + sum(u) + sweep + kept,
         growing=kept,
@@ -127,14 +113,8 @@ def pinned_bytes(
 
     Unlike `plan_layerwise`, it starts no backend of jax, which reads the limit when it starts.
     """
-    blocks = _blocks_of(optimizer, _trees_of(params))
+    blocks, _ = _blocks_of(optimizer, params)
     return sum((1 + gradients) * x.weights + x.others for x in blocks)
-
-
-def _trees_of(params: Mapping[str, Any]) -> list[Any]:
-    """Returns the shapes of the outer weights and of each layer's."""
-    trees = [params["outer"], *params["layers"]]
-    return jax.tree.map(lambda x: _shape_at(x, x.sharding), trees)
 
 
 class _Block(NamedTuple):
@@ -147,7 +127,10 @@ class _Block(NamedTuple):
     flops: float
 
 
-def _blocks_of(optimizer: optax.GradientTransformation, trees: Sequence[Any]) -> list[_Block]:
+def _blocks_of(
+    optimizer: optax.GradientTransformation, params: Mapping[str, Any]
+) -> tuple[list[_Block], list[Any]]:
+    """Returns the blocks, and the shapes of their weights."""
     updater = Updater(optimizer, None)
     maker = BlockMaker(optimizer, updater, None)
 
@@ -169,8 +152,10 @@ def _blocks_of(optimizer: optax.GradientTransformation, trees: Sequence[Any]) ->
             flops,
         )
 
-    pairs = (jax.tree.flatten(tree) for tree in trees)
-    return [block_of(treedef, tuple(leaves)) for leaves, treedef in pairs]
+    trees = [params["outer"], *params["layers"]]
+    trees = jax.tree.map(lambda x: _shape_at(x, x.sharding), trees)
+    pairs = map(jax.tree.flatten, trees)
+    return [block_of(treedef, tuple(leaves)) for leaves, treedef in pairs], trees
 
 
 class _Call(NamedTuple):
@@ -202,13 +187,6 @@ class _Tracer:
         return sum(nbytes_here(x) if x.sharding else nbytes(x) // self.shares for x in each)
 
 
-class _Step(NamedTuple):
-    flops: float
-    moved: float
-    kept: int  # bytes of the layers' inputs, each array once
-    peak: Mapping[str, int]  # bytes on one device, by use
-
-
 def _follow(
     program: Any,
     trees: Sequence[Any],
@@ -218,15 +196,17 @@ def _follow(
     parts: int,
     on_host: bool,
     flight: int | None,
-) -> _Step:
-    """Follows a step with `parts` micro-batches; each kind of layer is traced once.
+) -> tuple[float, float, int, Mapping[str, int]]:
+    """Returns a step's operations and bytes moved, the inputs' bytes, and the device's peak.
 
     The layers' inputs wait `on_host` or on the device. During the backward pass, `flight` bytes are
     in flight for updates, unless these follow it (None). Python is `AHEAD` layers ahead.
     """
     size, several, calls, peaks = tracer.size, parts > 1, [], []
     w = [size(x) for x in trees]
-    sums = [_in_float32(x) if several else None for x in trees]
+    sums: list[Any] = [None] * len(trees)
+    if several:
+        sums = [[_shape_at(y, y.sharding, jnp.float32) for y in jax.tree.leaves(x)] for x in trees]
     # Of several micro-batches, the sum is float32, and the last program makes the gradient.
     g = [max(size(x), b) + (size(x) > b) * b for x, b in zip(sums, w, strict=True)]
     weighing = (jax.ShapeDtypeStruct((), jnp.float32), None) if several else None
@@ -272,7 +252,7 @@ def _follow(
     end = tracer.call(run, last.out[1], weighing, trees[0], g_first, moving, batch)
     at(end, 0, outer + g[0] + sum(w[1:2]), g_first, flight or 0)
     flops, moved = (parts * sum(x) for x in zip(*((c.flops, c.moved) for c in calls), strict=True))
-    return _Step(flops, moved, parts * size(new), max(peaks, key=_total))
+    return flops, moved, parts * size(new), max(peaks, key=_total)
 
 
 def _carry_after(layer: Any, call: _Call, carry: Any) -> Any:
@@ -285,13 +265,8 @@ def _shardings(arrays: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(x.sharding for x in arrays)
 
 
-def _shape_at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _in_float32(tree: Any) -> list[jax.ShapeDtypeStruct]:
-    leaves = jax.tree.leaves(tree)
-    return [jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding) for x in leaves]
+def _shape_at(x: Any, sharding: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
 
 
 def _total(uses: Mapping[str, int]) -> int:

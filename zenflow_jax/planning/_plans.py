@@ -13,7 +13,7 @@ from zenflow_jax._device.state import ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._spec.rules import check_int_or_none
 from zenflow_jax.planning._gpus import EFFICIENCY, Gpu, gpu_named
-from zenflow_jax.planning._host_work import Needs, needs_of
+from zenflow_jax.planning._host_work import needs_of
 from zenflow_jax.planning._steps import nbytes, peak_bytes, products
 
 #: The largest share of GPU memory that jax may be allowed to use, and jax's default.
@@ -96,11 +96,6 @@ class Plan:
         return self.seconds["compute"] / self.step_s
 
     @property
-    def busy(self) -> float:
-        """Returns the share of the available time that the host's work needs, in the worst case."""
-        return self.busiest_s / self.seconds["compute"]
-
-    @property
     def compute_from(self) -> float | None:
         """Returns how many times larger a batch would hide all copies and work that can be hidden.
 
@@ -110,7 +105,8 @@ class Plan:
         growing = self.growing / self.gpu.bus
         if compute <= growing:
             return None
-        return max(0.0, max(rest) - self.exposed_s - growing) / (compute - growing)
+        longest = max(self.busiest_s, max(rest) - self.exposed_s - growing, 0.0)
+        return longest / (compute - growing)
 
     @property
     def short(self) -> Mapping[str, int]:
@@ -149,16 +145,11 @@ def plan(
         opt_state: The result of `tx.init(params)`, or `jax.eval_shape(tx.init, params)`.
         arguments: The step's other arguments, such as a batch.
         device: A key of `GPUS`, or another `Gpu`.
-        host_memory_bytes: Memory of the machine with these devices. None means a typical amount.
-        bandwidth: Bytes per second of host memory. None: a typical rate.
-        host_state: As for `HostEngine`.
-        prefetch_bytes: As for `HostEngine`. The loop waits for the remaining copies.
+        host_memory_bytes, bandwidth: The memory of the machine with these devices, and its bytes
+            per second. None: typical figures.
+        host_state, prefetch_bytes: As for `HostEngine`, with its errors.
         compiled: The step, compiled for such devices, for example on a `described_mesh`. With None,
             the plan lacks gradients and activations.
-
-    Raises:
-        ValueError: If `device` or `host_state` is unknown, or `prefetch_bytes` is below 0.
-        TypeError: If `step` is not jitted, or `prefetch_bytes` is not an int.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -194,15 +185,31 @@ def plan(
     devices = devices_of(weights)
     usual_rate, usual_bytes = gpu.host_beside(devices)
     rate, saved = bandwidth or usual_rate, [*weights, *state_arrays]
-    figures: dict[str, Any] = {"host": {}, "pinned": 0}
+    host: dict[str, Any] = {"host": {}, "pinned": 0}
     if state is not None:
         saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
         engine = needs_of(state, host_state=host_state, prefetch_bytes=prefetch_bytes)
         needs["mail under way"] = engine.under_way // devices
         needs["uploads"] = engine.uploads // devices
-        if engine.late:
-            needs[LATE] = engine.late // devices
-        figures = _host_figures(engine, gpu, devices, rate, waits=state.schedule.staleness == 0)
+        needs |= {LATE: engine.late // devices} if engine.late else {}
+        waits, host_s = state.schedule.staleness == 0, engine.mean / rate
+        host = {
+            "host": {
+                "masters, moments": engine.state,
+                "sums": engine.sums,
+                "mail, pinned": engine.mail,
+                "hand-over, pinned": engine.hand_over,
+                "hand-over": engine.hand_over,
+                "a save": engine.saving,
+            },
+            "pinned": (engine.mail + engine.hand_over) // devices,
+            "to_device": int(engine.to_device / devices),
+            "to_host": int(engine.to_host / devices),
+            "host_s": host_s,
+            "exposed_s": engine.late_mean / devices / gpu.bus + host_s * waits,
+            "busiest_s": 0.0 if waits else engine.busiest / rate / engine.steps,
+            "late": engine.late // devices,
+        }
     estimate = Plan(
         gpu=gpu,
         devices=devices,
@@ -213,42 +220,16 @@ def plan(
         host_bandwidth=rate,
         flops=flops,
         moved=moved + 2 * sum(needs.values()),  # weights and state are also read and written
-        **figures,
+        **host,
     )
     return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
-
-
-def _host_figures(
-    needs: Needs, gpu: Gpu, devices: int, rate: float, *, waits: bool
-) -> dict[str, Any]:
-    """Returns a plan's fields for the host and the bus; each step `waits` for updates, or not."""
-    host_s = needs.mean / rate
-    late_s = needs.late_mean / devices / gpu.bus if needs.late else 0.0
-    return {
-        "host": {
-            "masters, moments": needs.state,
-            "sums": needs.sums,
-            "mail, pinned": needs.mail,
-            "hand-over, pinned": needs.hand_over,
-            "hand-over": needs.hand_over,
-            "a save": needs.saving,
-        },
-        "pinned": (needs.mail + needs.hand_over) // devices,
-        "to_device": int(needs.to_device / devices),
-        "to_host": int(needs.to_host / devices),
-        "host_s": host_s,
-        "exposed_s": late_s + host_s * waits,
-        "busiest_s": 0.0 if waits else needs.busiest / rate / needs.steps,
-        "late": needs.late // devices,
-    }
 
 
 def _on_device(opt_state: Any, state: ZenFlowState | None) -> list[Any]:
     """Returns the arrays of an optimizer's state, except placeholder mail."""
     placeholders: Any = ()
     if state is not None:
-        mail = () if state.send_gradients.sums_on_device else state.mail
-        placeholders = {id(x) for x in jax.tree.leaves((state.step_scalars, mail))}
+        placeholders = {id(x) for x in jax.tree.leaves((state.step_scalars, state.mail))}
     return [x for x in jax.tree.leaves(opt_state) if id(x) not in placeholders]
 
 
