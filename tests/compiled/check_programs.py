@@ -5,6 +5,7 @@ tests pass with them. `figures.toml` contains the expected figures for each mino
 """
 
 import importlib.util
+import re
 import tomllib
 from pathlib import Path
 
@@ -88,3 +89,13 @@ def test_the_flag_named_in_the_error_prevents_wrong_slices(name, monkeypatch):
     options = {"xla_disable_hlo_passes": gpu_faults._PASS}
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda x: plain(x, options))
     assert not STREAMING[name]().wrong
+
+
+def test_a_layers_update_needs_no_memory_and_keeps_the_other_bits_of_masters():
+    compiled = programs.layer_update()
+    memory, size = compiled.memory_analysis(), programs.WIDTH * programs.INNER
+    assert memory.temp_size_in_bytes < 4096
+    assert memory.alias_size_in_bytes == 12 * size
+    # With `astype` in place of `reduce_precision` they would be a constant, zero.
+    bits = rf"= s16\[{programs.WIDTH},{programs.INNER}\]\S* (broadcast|constant|convert)\("
+    assert re.findall(bits, compiled.as_text()) == ["convert"]

@@ -15,6 +15,7 @@ from benchmarks import gpu_program, host_access, program_report
 from train.cli.settings import StepSettings
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
+from zenflow_jax.layerwise._optimizer import Control, Updater, divide, flat, is_large
 
 LAYERS, WIDTH, INNER, CLASSES, ROWS = 4, 256, 1024, 512, 64
 
@@ -186,18 +187,29 @@ def check_device_step() -> Compiled:
     return inspect(step.lower(*shapes, True).compile(), params)
 
 
-AFTER, WINDOW, UNCLIPPED = (
-    (("max_grad_norm", 1.0), ("send_gradients", "after_step")),
-    (("max_grad_norm", 1.0), ("send_gradients", "per_window")),
-    (),
-)
+def layer_update() -> Any:
+    """Compiles AdamW's update of a bfloat16 leaf that waits in host memory."""
+    where = NamedSharding(planning.described_mesh("h200", {"data": 1}), PartitionSpec())
+
+    def shape(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
+
+    weight, treedef = shape(jnp.bfloat16, WIDTH, INNER), jax.tree.structure({"w": 0})
+    updater = Updater(optax.adamw(1e-3), None)
+    parts = [updater.shapes(treedef, 0, weight)]
+    arrays = divide(flat(parts), [is_large(x) for x in flat(parts)])
+    control = Control(shape(jnp.float32), shape(jnp.bool), shape(jnp.int32))
+    program: Any = updater.update(treedef, (0,), parts)
+    return program.lower(*arrays, [weight], control, shape(jnp.int32)).compile()
+
+
+AFTER, UNCLIPPED = (("max_grad_norm", 1.0), ("send_gradients", "after_step")), ()
 #: Programs that copy only whole arrays to and from the host.
 PLAIN: dict[str, Callable[[], Compiled]] = {
     "written": Step().compile,
     "written, float32, without clipping": Step(jnp.float32, options=UNCLIPPED).compile,
     "scanned": Step(scanned=True).compile,
     "scanned, after_step": Step(scanned=True, options=AFTER).compile,
-    "scanned, per_window": Step(scanned=True, options=WINDOW).compile,
     "written, data=4": Step(mesh="data").compile,
     "merge": functools.partial(merge, Step()),
     "merge, scanned": functools.partial(merge, Step(scanned=True)),

@@ -3,15 +3,20 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zenflow_jax
 from tests.comparisons import assert_same_bits
+from tests.layerwise.small_model import BATCHES, MODEL, new_params
 from tests.train.scripts import TINY_MESH, read
 from train.model import cross_entropy
 from train.run import setup
 from zenflow_jax import layerwise
+from zenflow_jax.layerwise import _optimizer
+from zenflow_jax.layerwise._dispatch import _Pass
 
 # In nats, float32; the summation order over devices differs.
 ATOL = 1e-5
@@ -38,6 +43,81 @@ def test_a_layerwise_run_on_a_mesh_has_the_same_losses_as_on_one_device_and_resu
         for batch in batches[1:]:
             resumed.step(batch)
         assert_same_bits(resumed.params(), trained)
+
+
+def auto_mesh(*shape):
+    return jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def placed(params, mesh):
+    """Places a small model's weights on a mesh, with their columns divided over "fsdp"."""
+    columns = jax.tree.map(lambda x: NamedSharding(mesh, P(*[None] * (x.ndim - 1), "fsdp")), params)
+    return jax.device_put(params, columns)
+
+
+@pytest.mark.usefixtures("as_scripts_run")
+@pytest.mark.parametrize(
+    ("alias", "updates"),
+    [
+        ("adamw", "during_backward"),
+        ("adafactor", "after_backward"),
+        ("muon", "during_backward"),
+    ],
+)
+def test_any_optimizer_trains_on_a_mesh_and_resumes_on_another(
+    tmp_path, monkeypatch, alias, updates
+):
+    monkeypatch.setattr(_optimizer, "SMALL_BYTES", 0)
+    optimizer = getattr(optax, alias, None) or getattr(optax.contrib, alias)
+    options = {**MODEL, "optimizer": optimizer(1e-2), "updates": updates, "max_grad_norm": 0.5}
+    with layerwise.Trainer(new_params(), **options) as trainer:
+        expected = [float(trainer.step(batch)) for batch in BATCHES[:4]]
+    meshes = [auto_mesh(2, 4), auto_mesh(4, 2)]
+    batches = [jax.device_put(x, NamedSharding(meshes[0], P("data"))) for x in BATCHES[:4]]
+    with layerwise.Trainer(placed(new_params(), meshes[0]), **options) as trainer:
+        losses = [float(trainer.step(batch)) for batch in batches[:2]]
+        trainer.stream().write(tmp_path)
+        state = trainer.state()
+        losses += [float(trainer.step(batch)) for batch in batches[2:]]
+    np.testing.assert_allclose(losses, expected, atol=ATOL)
+    saved = zenflow_jax.EngineCheckpointHandler().restore(tmp_path)
+    for params in (placed(new_params(), meshes[1]), new_params()):
+        with layerwise.Trainer(params, **options, state=saved) as resumed:
+            assert_same_bits(resumed.state()["leaves"], state["leaves"])
+            losses[2:] = [float(resumed.step(batch)) for batch in BATCHES[2:4]]
+            np.testing.assert_allclose(losses, expected, atol=ATOL)
+
+
+def test_a_carry_that_the_loss_does_not_read_has_a_divided_gradient_and_compiles_once(
+    monkeypatch,
+):
+    mesh = auto_mesh(2, 4)
+    params = {"outer": {}, "layers": [jnp.ones((8, 8)) / 8 for _ in range(3)]}
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
+    losses, gradients = _Pass.losses, []
+
+    def noting(run, outer):
+        result = losses(run, outer)
+        gradients.extend(jax.tree.leaves(run.g))
+        return result
+
+    def layer(w, carry, _):
+        new = jnp.tanh(carry["x"] @ w)
+        return {"x": new, "loss": carry["loss"] + jnp.mean(new**2)}
+
+    monkeypatch.setattr(_Pass, "losses", noting)
+    with layerwise.Trainer(
+        params,
+        first=lambda outer, x: ({"x": x, "loss": jnp.zeros(())}, None),
+        layer=layer,
+        last=lambda outer, carry, x: carry["loss"],
+        optimizer=optax.sgd(1e-2),
+    ) as trainer:
+        trainer.step(x)
+        (program,) = trainer._dispatcher._programs.values()
+    assert [g.sharding.shard_shape(g.shape) for g in gradients] == [(), (4, 8)]
+    assert program.layers[0].backward.cache_info().currsize == 1
 
 
 def losses_of(mesh, *, scanned):
@@ -72,11 +152,12 @@ def losses_of(mesh, *, scanned):
     }
     functions = model.functions if scanned else functions
     with layerwise.Trainer(
-        model.split(params), **functions, learning_rate=1e-2, host_kernel="numpy"
+        model.split(params), **functions, optimizer=optax.adamw(1e-2)
     ) as trainer:
         return [float(trainer.step(x)) for _ in range(3)]
 
 
+@pytest.mark.usefixtures("as_scripts_run")
 def test_weights_on_explicit_axes_or_in_scans_train_as_they_do_on_auto_axes():
     losses = []
     for kind in (AxisType.Auto, AxisType.Explicit):
@@ -86,6 +167,19 @@ def test_weights_on_explicit_axes_or_in_scans_train_as_they_do_on_auto_axes():
     # The summation order differs.
     np.testing.assert_allclose(losses[1:], [losses[0]] * 3, rtol=1e-5)
     assert losses[0][2] < losses[0][0]
+
+
+@pytest.mark.usefixtures("as_scripts_run")
+def test_a_batch_on_explicit_axes_may_be_a_carry_whose_value_no_gradient_needs():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
+    params = jax.device_put({"outer": {}, "layers": [jnp.ones(8)] * 2}, NamedSharding(mesh, P()))
+    model = {"first": lambda outer, x: (x, None), "layer": lambda w, x, _: x + w}
+    model["last"] = lambda outer, x, _: jnp.mean(x)
+    with jax.set_mesh(mesh):
+        with layerwise.Trainer(params, **model, optimizer=optax.sgd(8.0)) as trainer:
+            losses = [float(trainer.step(x)) for _ in range(2)]
+    assert losses == [3.0, 1.0]
 
 
 def test_layers_that_a_mesh_divides_are_rejected_by_name():

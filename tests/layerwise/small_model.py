@@ -77,3 +77,8 @@ def check_close(tree, other, atol=2e-5):
 
 def check_equal(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+def masters_of(trainer):
+    layers = [trainer.master_params(i) for i in range(LAYERS)]
+    return {"outer": trainer.master_params("outer"), "layers": layers}

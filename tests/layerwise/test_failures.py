@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-import zenflow_jax
 from tests.layerwise.small_model import (
     BATCHES,
     LAYERS,
@@ -28,6 +27,8 @@ pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 SQUARE = jnp.ones((WIDTH, WIDTH))
 KEY = jax.random.key(0)
+TWO = jnp.float32(2.0)
+SHAPE = jax.ShapeDtypeStruct((2,), jnp.float32)
 FLOAT8 = jnp.ones(2, jnp.float8_e4m3fn)
 times_square = jax.jit(lambda x: x @ SQUARE)
 
@@ -35,21 +36,6 @@ times_square = jax.jit(lambda x: x @ SQUARE)
 def step_and_wait(trainer, batch):
     trainer.step(batch)
     trainer.wait()
-
-
-def test_a_state_fits_only_the_same_weights_and_frozen_layers():
-    with layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=[0]) as trainer:
-        state = trainer.state()
-        for name in (-1, LAYERS):
-            with pytest.raises(ValueError, match=f"There is no layer .'{name}'.: .* 0 to 3"):
-                trainer.master_params(name)
-    for frozen in ([1], [0, 1], []):
-        with pytest.raises(zenflow_jax.planning.UnfitRunError, match="and `frozen`"):
-            layerwise.Trainer(new_params(), **MODEL, learning_rate=0.1, frozen=frozen, state=state)
-    params = new_params()
-    params["layers"] = [{f"new_{name}": x for name, x in w.items()} for w in params["layers"]]
-    with pytest.raises(zenflow_jax.planning.UnfitRunError, match="different weights, by name"):
-        layerwise.Trainer(params, **MODEL, learning_rate=0.1, frozen=[0], state=state)
 
 
 def nan_in_layer(number, when):
@@ -69,20 +55,18 @@ def nan_in_layer(number, when):
     return {"first": broken_first, "layer": layers, "last": last}
 
 
-def test_a_non_finite_gradient_changes_no_weights_with_updates_after_the_backward_pass():
+def test_a_non_finite_gradient_changes_nothing_with_updates_after_the_backward_pass():
     bad = BATCHES[2].copy()
     bad[0, 0] = -7
     batches = [*BATCHES[:2], bad, *BATCHES[3:5]]
-    rate = optax.linear_schedule(1e-2, 0, 10)
-    with layerwise.Trainer(
-        new_params(), **nan_in_layer(1, -7), learning_rate=rate, max_grad_norm=1.0
-    ) as trainer:
+    options = {"optimizer": optax.adamw(optax.linear_schedule(1e-2, 0, 10)), "max_grad_norm": 1.0}
+    with layerwise.Trainer(new_params(), **nan_in_layer(1, -7), **options) as trainer:
         for batch in batches:
             trainer.step(batch)
         got = trainer.params()
-        assert trainer.stats.skipped_steps == 1
+        assert int(trainer.skipped) == 1
         assert trainer.state()["counts"]["counted"] == 4
-    with layerwise.Trainer(new_params(), **MODEL, learning_rate=rate, max_grad_norm=1.0) as trainer:
+    with layerwise.Trainer(new_params(), **MODEL, **options) as trainer:
         for batch in [*BATCHES[:2], *BATCHES[3:5]]:
             trainer.step(batch)
         check_close(got, trainer.params(), atol=1e-6)
@@ -91,10 +75,10 @@ def test_a_non_finite_gradient_changes_no_weights_with_updates_after_the_backwar
 def test_a_non_finite_gradient_ends_a_run_that_has_already_updated_layers():
     bad = BATCHES[2].copy()
     bad[0, 0] = -7
-    options = {"learning_rate": 1e-2, "updates": "during_backward"}
+    options = {"optimizer": optax.adamw(1e-2), "updates": "during_backward"}
     with layerwise.Trainer(new_params(), **nan_in_layer(1, -7), **options) as trainer:
         trainer.step(BATCHES[0])
-        with pytest.raises(FloatingPointError, match="layers.1 is not finite in step 2"):
+        with pytest.raises(FloatingPointError, match=r"layers\.1 is not finite in step 2"):
             step_and_wait(trainer, bad)
         for call in (trainer.params, trainer.state, lambda: trainer.step(BATCHES[0])):
             with pytest.raises(FloatingPointError, match="Resume from the last checkpoint"):
@@ -102,28 +86,48 @@ def test_a_non_finite_gradient_ends_a_run_that_has_already_updated_layers():
         trainer.close()
 
 
-def test_a_non_finite_loss_skips_the_step_in_both_modes():
-    for updates in ("after_backward", "during_backward"):
-        weights = new_params()
-        with layerwise.Trainer(
-            weights,
-            first=first,
-            layer=layer,
-            last=lambda outer, x, batch: last(outer, x, batch) / (batch[0, 0] != -7),
-            learning_rate=1e-2,
-            updates=updates,
-            max_skipped=2,
-        ) as trainer:
-            bad = BATCHES[0].copy()
-            bad[0, 0] = -7
-            trainer.step(bad)
-            check_equal(trainer.params(), weights)
-            trainer.step(BATCHES[0])
-            assert not np.array_equal(trainer.params()["outer"]["head"], weights["outer"]["head"])
-            trainer.step(bad)
-            with pytest.raises(FloatingPointError, match="last 2 steps"):
-                step_and_wait(trainer, bad)
-            trainer.close()
+@pytest.mark.parametrize("updates", ["after_backward", "during_backward"])
+def test_a_schedule_that_returns_nan_ends_the_run_by_the_leafs_name(updates):
+    rate = optax.adamw(lambda n: jnp.where(n < 2, 1e-2, jnp.nan))
+    with layerwise.Trainer(
+        new_params(), **MODEL, optimizer=rate, updates=updates, frozen=["outer", 0, 1, 2]
+    ) as trainer:
+        for batch in BATCHES[:3]:
+            trainer.step(batch)
+        with pytest.raises(FloatingPointError, match=r"layers\.3\.bias is not finite in step 3"):
+            trainer.step(BATCHES[3])
+        trainer.close()
+
+
+@pytest.mark.parametrize("updates", ["after_backward", "during_backward"])
+def test_a_non_finite_loss_skips_the_step_and_a_resumed_run_goes_on_counting(updates):
+    weights = new_params()
+    options = {
+        "first": first,
+        "layer": layer,
+        "last": lambda outer, x, batch: last(outer, x, batch) / (batch[0, 0] != -7),
+        "optimizer": optax.adamw(1e-2),
+        "updates": updates,
+        "max_skipped": 2,
+    }
+    bad = BATCHES[0].copy()
+    bad[0, 0] = -7
+    with layerwise.Trainer(weights, **options) as trainer:
+        trainer.step(bad)
+        check_equal(trainer.params(), weights)
+        trainer.step(BATCHES[0])
+        assert not np.array_equal(trainer.params()["outer"]["head"], weights["outer"]["head"])
+        trainer.step(bad)
+        state = trainer.state()
+    with layerwise.Trainer(weights, **options, state=state) as trainer:
+        assert trainer.stats.skipped_steps == 2
+        with pytest.raises(FloatingPointError, match="last 2 steps"):
+            step_and_wait(trainer, bad)
+        trainer.close()
+
+
+def unfiltered():
+    return {"outer": {}, "layers": [{"w": np.ones(3, np.float32), "act": jax.nn.relu}]}
 
 
 @pytest.mark.parametrize(
@@ -132,6 +136,7 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
         ({"first": lambda outer, batch: batch}, TypeError, r"must return \(carry, shared\)"),
         ({"last": lambda o, x, b: (x.mean(), x.max())}, TypeError, r"a `layerwise.WeightedLoss`"),
         ({"last": lambda o, x, b: (x @ SQUARE).mean()}, ValueError, "`last` uses an array"),
+        ({"last": lambda o, x, b: TWO * x.mean()}, ValueError, r"`last` uses .*or Python numbers"),
         (
             {"layer": lambda w, x, s: x @ w["up"]},
             TypeError,
@@ -143,15 +148,18 @@ def test_a_non_finite_loss_skips_the_step_in_both_modes():
         ({"layer": [layer] * 3}, ValueError, "3 functions for 4 layers"),
         ({"params": {"outer": {}, "layers": iter([])}}, ValueError, "has no layers"),
         ({"frozen": [4]}, ValueError, "the layers are 0 to 3"),
+        ({"frozen": "outer"}, TypeError, r"is a string. Pass a list, such as \['outer'\]"),
         ({"updates": "late"}, ValueError, "during_backward"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
         ({"params": {"outer": {}, "layers": [np.arange(3)]}}, TypeError, "layers.0 is int.., but"),
         ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
-        ({"mask": lambda tree: dict.fromkeys("abc", True)}, TypeError, "`mask` differs from"),
+        ({"params": unfiltered()}, TypeError, r"layers.0.act is a .*eqx.filter\(block"),
+        ({"params": {"outer": SHAPE, "layers": []}}, TypeError, "without a sharding"),
+        ({"optimizer": 1e-2}, TypeError, "`optimizer` is a float"),
     ],
 )
 def test_unsuitable_arguments_are_rejected(change, error, text):
-    arguments = {"params": new_params(), **MODEL, "learning_rate": 1e-2, **change}
+    arguments = {"params": new_params(), **MODEL, "optimizer": optax.sgd(1e-2), **change}
     with pytest.raises(error) as caught:
         with layerwise.Trainer(arguments.pop("params"), **arguments) as trainer:
             trainer.step(BATCHES[0])
@@ -160,17 +168,27 @@ def test_unsuitable_arguments_are_rejected(change, error, text):
 
 
 def test_calls_after_an_interrupted_step_are_rejected(monkeypatch):
-    with layerwise.Trainer(new_params(), **MODEL, learning_rate=1e-2) as trainer:
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with layerwise.Trainer(new_params(), **MODEL, optimizer=optax.sgd(1e-2)) as trainer:
         trainer.step(BATCHES[0])
-
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(trainer._dispatcher, "_send", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.step(BATCHES[1])
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer._updates, "after_program", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.step(BATCHES[1])
         with pytest.raises(RuntimeError, match="interrupted"):
             trainer.params()
         trainer.close()
     with pytest.raises(RuntimeError, match="closed"):
         trainer.step(BATCHES[0])
+
+
+def test_a_with_block_closes_the_trainer_though_its_last_step_failed():
+    with pytest.raises(FloatingPointError):  # noqa: PT012
+        with layerwise.Trainer(
+            new_params(), **MODEL, optimizer=optax.sgd(jnp.nan), frozen=["outer"]
+        ) as trainer:
+            trainer.step(BATCHES[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        trainer.params()

@@ -25,12 +25,12 @@ from tests.layerwise.small_model import (
     reference,
 )
 from zenflow_jax import layerwise
+from zenflow_jax.planning import UnfitRunError
 
 # Users' models promote dtypes by jax's default rules.
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
-# optax rounds 1 - b2, which matters for larger values.
-ADAMW = {"learning_rate": 1e-2, "b2": 0.99, "weight_decay": 0.1}
+ADAMW = {"optimizer": optax.adamw(1e-2, weight_decay=0.1, mask=decayed)}
 
 
 def stacked(params):
@@ -56,7 +56,7 @@ def train(loss_fn, params, batches, where=None, **options):
 
 
 def test_a_scan_is_bit_identical_to_three_functions():
-    params, options = new_params(jnp.bfloat16), {"frozen": [1], "mask": decayed}
+    params, options = new_params(jnp.bfloat16), {"frozen": [1]}
     with layerwise.Trainer(params, **MODEL, **ADAMW, **options) as trainer:
         expected = [float(trainer.step(batch)) for batch in BATCHES]
         trained = trainer.params()
@@ -137,7 +137,7 @@ def test_every_scan_gives_the_same_losses_as_adamw(case):
         result = loss_fn(params, batch)
         return result.loss if isinstance(result, layerwise.WeightedLoss) else result
 
-    expected, losses = reference(optax.adamw(**ADAMW), params, SETS, whole)
+    expected, losses = reference(ADAMW["optimizer"], params, SETS, whole)
     got, values = train(loss_fn, params, SETS, where)
     np.testing.assert_allclose(values, losses, rtol=1e-5)
     check_close(got, expected)
@@ -224,3 +224,54 @@ def test_parameters_of_another_model_are_rejected():
         layerwise.Trainer(split | {"layers": [*split["layers"]][1:]}, **model.functions, **ADAMW)
     with pytest.raises(ValueError, match=r"bias'\] is float32\[2, 8\], but was float32\[4, 8\]"):
         model.split(params | {"layers": jax.tree.map(lambda x: x[:2], params["layers"])})
+
+
+def one_more(params):
+    return params | {"more": params["head"]}
+
+
+def renamed(params):
+    return {f"{name}_2": x for name, x in params.items()}
+
+
+@pytest.mark.parametrize("change", [renamed, one_more])
+def test_parameters_with_other_names_are_rejected(change):
+    params = stacked(new_params())
+    with pytest.raises(ValueError, match="is in only one of `params` here and in the constr"):
+        layerwise.ScannedModel(loss_fn, params, BATCHES[0]).split(change(params))
+
+
+def test_a_scan_in_the_other_direction_does_not_resume():
+    params = stacked(new_params())
+    model, other = (
+        layerwise.ScannedModel(partial(loss_fn, reverse=x), params, BATCHES[0]) for x in (0, 1)
+    )
+    with layerwise.Trainer(model.split(params), **model.functions, **ADAMW) as trainer:
+        state = trainer.state()
+    with pytest.raises(UnfitRunError, match="order of layers"):
+        layerwise.Trainer(other.split(params), **other.functions, **ADAMW, state=state)
+
+
+def outputs_fn(params, batch, weight=1.0, *, logits=False):
+    x, shared = first(params, batch)
+
+    def body(x, w):
+        return layer(w, x, shared), jnp.mean(x)
+
+    x, means = jax.lax.scan(body, x, params["layers"])
+    return (x @ params["head"], means) if logits else last(params, x, batch) + weight * means[0]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_evaluate_gives_the_values_of_another_loss_or_an_error(kept):
+    params, batch = stacked(new_params()), BATCHES[0]
+    loss = outputs_fn if kept else loss_fn
+    model = layerwise.ScannedModel(loss, params, batch)
+    logits = layerwise.ScannedModel(partial(outputs_fn, logits=True), params, batch)
+    with layerwise.Trainer(model.split(params), **model.functions, **ADAMW) as trainer:
+        if kept:
+            got = trainer.evaluate(batch, logits.functions["last"])
+            check_close(got, outputs_fn(params, batch, logits=True), atol=1e-6)
+        else:
+            with pytest.raises(ValueError, match="which the trained loss does not read"):
+                trainer.evaluate(batch, logits.functions["last"])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from zenflow_jax._host.arrays import aligned_zeros
@@ -24,6 +25,10 @@ from zenflow_jax._host.arrays import aligned_zeros
 #: (`_version.py`) covers the meaning of arrays.
 FORMAT = "zenflow_jax engine state"
 _DTYPES = {name: np.dtype(x) for name, x in (("F32", "f4"), ("I32", "i4"), ("U32", "u4"))}
+# For any optimizer's state, which `layerwise` saves.
+_DTYPES |= {name: np.dtype(x) for name, x in (("F16", "f2"), ("I16", "i2"), ("U16", "u2"))}
+_DTYPES |= {name: np.dtype(x) for name, x in (("I8", "i1"), ("U8", "u1"), ("BOOL", "?"))}
+_DTYPES["BF16"] = np.dtype(ml_dtypes.bfloat16)
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The header's size is a multiple of this.
 _ALIGNMENT = 64
@@ -195,7 +200,7 @@ class StoredArray:
         self.dtype = dtype
         self.pieces: dict[tuple[int, ...], _Tensor] = {}  # by their start indices
         # Sums of windows without steps are not written.
-        self._zero_elsewhere = name == "total"
+        self._zero_elsewhere = name in ("total", "squares")
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part; `index` contains a slice with start and stop for each axis."""

@@ -80,6 +80,5 @@ def check_skipped_steps(in_a_row: int, step: int, limit: int | None) -> None:
     if in_a_row in (_MANY * 10**power for power in range(9)):
         _logger.warning(
             f"zenflow skipped the last {in_a_row} steps, up to step {step}, because their "
-            f"gradients were not finite. {_REMEDY} To make this an error, pass `max_skipped` to "
-            "`HostEngine`."
+            f"gradients were not finite. {_REMEDY} To make this an error, pass `max_skipped`."
         )

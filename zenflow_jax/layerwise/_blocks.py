@@ -1,243 +1,253 @@
-"""A block's weights in pinned host memory, and its AdamW state in NumPy.
+"""Blocks: layers, or the outer weights, with the arrays of their leaves.
 
-A block is a layer, or all outer weights. Each process keeps each piece of a leaf once, however many
-of its devices hold it. An update writes the state in place, but makes new arrays of weights,
-because a program may still be reading the old arrays.
+Large arrays wait in pinned host memory. No array ever changes: an update makes new ones. So a save,
+or a caller of `params`, may keep the old ones.
 """
 
 import dataclasses
 import functools
-import math
+import itertools
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import SingleDeviceSharding
 
-from zenflow_jax._device.memory import HOST, upload
-from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._device.memory import HOST
+from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._spec.leaf import DTYPES
-from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax._spec.scalars import AdamScalars, window_step
+from zenflow_jax.layerwise._optimizer import (
+    Control,
+    Parts,
+    Updater,
+    divide,
+    flat,
+    is_large,
+    join,
+    unflat,
+)
+from zenflow_jax.layerwise._separable import check_separable, leaf_name
+from zenflow_jax.layerwise._transfers import bytes_here, large_moved, moved
 
-#: The names of a leaf's saved arrays, each float32 with the leaf's shape.
-ARRAYS = ("master", "mu", "nu")
-_EVERY = np.ones((1, 1), bool)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """A flattened part of a leaf on some of this process's devices, with its AdamW state."""
-
-    index: tuple[slice, ...]  # the piece's place in the leaf, with starts and stops
-    positions: tuple[int, ...]  # the devices' places among the leaf's addressable devices
-    saved: bool  # whether this process saves it
-    master: Masters
-    mu: Moment
-    nu: Moment
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(s.stop - s.start for s in self.index)
+#: Neighbouring leaves are updated together, by one program, up to this size.
+_BUNDLE_BYTES = 32 * 1024**2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Leaf:
-    path: str
-    abstract: Any  # shape, dtype, and sharding in pinned host memory
-    devices: tuple[Any, ...]  # this process's devices
-    decays: bool
-    pieces: tuple[Piece, ...]  # none if the leaf is frozen
+class Bundle:
+    """Neighbouring leaves of a block that are updated together."""
+
+    places: tuple[int, ...]
+    number: np.int32  # the first leaf's, among all trained leaves
+    shapes: Sequence[Parts]
+    program: Callable[..., Any]
+    large: Sequence[bool]  # for each of the `flat` arrays
+    nbytes: int  # of the large arrays, and of the weights among them, on one device
+    weights_nbytes: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Block:
-    """A layer, or the outer weights, with its state; `Snapshot` saves it as one unit."""
+    """A layer, or the outer weights."""
 
     name: str
     treedef: Any
-    leaves: tuple[Leaf, ...]
     trains: bool
-
-    @property
-    def nbytes(self) -> int:
-        pieces = (piece for leaf in self.leaves for piece in leaf.pieces)
-        state_arrays = (x for piece in pieces for x in (piece.master, piece.mu, piece.nu))
-        return sum(array.nbytes for x in state_arrays for array in x.arrays)
-
-    def alias(self) -> "Block":
-        return self  # an update writes the arrays in place
-
-    def device_bytes(self) -> Counter[Any]:
-        """Returns the bytes of the weights on each of this process's devices."""
-        sizes = Counter[Any]()
-        for leaf in self.leaves:
-            x = leaf.abstract
-            piece = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            sizes.update(dict.fromkeys(leaf.devices, piece))
-        return sizes
-
-    def copy(self) -> "Block":
-        def copied(piece: Piece) -> Piece:
-            return dataclasses.replace(piece, **{x: getattr(piece, x).copy() for x in ARRAYS})
-
-        leaves = [dataclasses.replace(x, pieces=tuple(map(copied, x.pieces))) for x in self.leaves]
-        return dataclasses.replace(self, leaves=tuple(leaves))
-
-    def to_device(self, weights: list[jax.Array]) -> Any:
-        """Starts to copy weights from host memory to the device; returns the user's tree."""
-        return jax.tree.unflatten(self.treedef, _moved(weights, self._shardings[0]))
-
-    def to_host(self, gradient: Any) -> list[jax.Array]:
-        """Starts to copy a gradient from the device to host memory."""
-        return _moved(jax.tree.leaves(gradient), self._shardings[1])
+    names: Sequence[tuple[str, ...]]  # each leaf's, and those of its optimizer state
+    shapes: Sequence[Parts]  # with shardings in device memory
+    bundles: Sequence[Bundle]  # none if frozen
+    leaves: list[Parts]  # the current arrays
 
     @functools.cached_property
-    def _shardings(self) -> tuple[list[Any], list[Any]]:
-        # Created once, because creating them takes longer than copying a small array.
-        in_host = [leaf.abstract.sharding for leaf in self.leaves]
-        return [x.with_memory_kind("device") for x in in_host], in_host
+    def large(self) -> list[bool]:
+        """Returns which weights wait in host memory."""
+        return [is_large(x.weight) for x in self.shapes]
 
-    @property
-    def abstract(self) -> Any:
-        """Returns the weights' shapes and placements, as the user's tree."""
-        return jax.tree.unflatten(self.treedef, [leaf.abstract for leaf in self.leaves])
+    @functools.cached_property
+    def weights_nbytes(self) -> int:
+        """Returns the bytes of these weights on one device."""
+        return _large_bytes([x.weight for x in self.shapes])
+
+    def weights(self) -> list[jax.Array]:
+        return [leaf.weight for leaf in self.leaves]
+
+    def arrays(self, bundle: Bundle) -> list[jax.Array]:
+        """Returns the `flat` arrays of a bundle."""
+        return flat([self.leaves[i] for i in bundle.places])
 
     def update(
         self,
+        bundle: Bundle,
+        arrays: Sequence[jax.Array],
         gradients: Sequence[jax.Array],
-        factor: float,
-        scalars: AdamScalars,
-        counted: int,
-        adam: HostAdam,
-    ) -> None:
-        """Takes AdamW step number `counted` with `factor` times the gradients, in host memory."""
-        undecayed = scalars._replace(weight_decay=0.0)
-        for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            scaled = window_step(scalars if leaf.decays else undecayed, 1, None)
-            for piece in leaf.pieces:
-                g = np.asarray(gradient.addressable_data(piece.positions[0]))
-                steps = np.full((1, 1), counted - 1, np.int32)
-                weighed = [(g.reshape(piece.master.shape), factor)]
-                arrays = piece.master, piece.mu, piece.nu
-                for _ in adam.adamw(*arrays, steps, weighed, 1.0, _EVERY, scaled):
-                    pass
+        control: Control,
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Updates a bundle; returns its copies in host memory, and the control's new report.
 
-    def weights(self) -> list[jax.Array]:
-        """Makes the leaves' weights from their masters: new arrays in pinned host memory."""
-        return [_assembled(leaf, lambda piece: piece.master.to_upload) for leaf in self.leaves]
+        `arrays` are the leaves' `flat` arrays, on the device; the large ones are donated.
+        """
+        moving, staying = divide(arrays, bundle.large)
+        moving, staying, report = bundle.program(moving, staying, gradients, control, bundle.number)
+        moving = moved(moving, HOST)
+        self.replace(bundle, join(moving, staying, bundle.large))
+        return moving, report
 
-    def masters(self) -> Any:
-        """Copies the float32 masters to new arrays in pinned host memory, as the user's tree."""
-        arrays = [_assembled(leaf, lambda piece: piece.master.as_float32()) for leaf in self.leaves]
-        # The next update may write masters that are still being copied.
-        return jax.tree.unflatten(self.treedef, jax.block_until_ready(arrays))
+    def replace(self, bundle: Bundle, arrays: Sequence[jax.Array]) -> None:
+        """Replaces the leaves of a bundle by `flat` arrays."""
+        for i, leaf in zip(bundle.places, unflat(arrays, bundle.shapes), strict=True):
+            self.leaves[i] = leaf
 
 
-def make_block(
-    name: str,
-    tree: Any,
-    *,
-    trains: bool,
-    mask: Callable[[Any], Any] | None,
-    compact: bool,
-    saved: Iterator[Mapping[str, Any]] | None,
-) -> tuple[Block, list[jax.Array]]:
-    """Makes a block and its weights in host memory, from the user's tree or from `saved`."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    masked = jax.tree.map(lambda _: True, tree) if mask is None else mask(tree)
-    if jax.tree.structure(masked) != treedef:
-        raise TypeError(
-            f"The result of `mask` differs from {name} in structure. Return a bool for each weight."
-        )
-    arrays, leaves = [], []
-    saved = saved if trains else None
-    for (path, x), decay in zip(pairs, jax.tree.leaves(masked), strict=True):
-        inner = jax.tree_util.keystr(path, simple=True, separator=".")
-        full = f"{name}.{inner}" if inner else name
-        if (dtype := jnp.result_type(x)) not in DTYPES:
-            raise TypeError(
-                f"{full} is {dtype.name}, but weights must be float32, bfloat16 or float16. Pass "
-                "arrays that are not weights in the batch, or return them from `first` in `shared`."
+class BlockMaker:
+    """Makes blocks, one at a time, in order."""
+
+    def __init__(self, optimizer: optax.GradientTransformation, updater: Updater, saved: Any):
+        self._optimizer, self._updater, self._saved = optimizer, updater, saved
+        self._number = 0  # trained leaves so far
+        self._checked: set[Any] = set()
+
+    def make(self, name: str, tree: Any, *, trains: bool) -> Block:
+        """Makes a block from the user's tree or, if it trains, from the saved state."""
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        paths, given = [leaf_name(name, path) for path, _ in pairs], [x for _, x in pairs]
+        weights = [_shape_of(path, x) for path, x in zip(paths, given, strict=True)]
+        kind = treedef, tuple((x.shape, x.dtype) for x in weights)
+        if trains and weights and kind not in self._checked:
+            check_separable(self._optimizer, name, treedef.unflatten(weights))
+            self._checked.add(kind)
+        shapes, names = [Parts(x, ()) for x in weights], [(path,) for path in paths]
+        if trains:
+            leaves = [(treedef, i, x) for i, x in enumerate(weights)]
+            shapes = [self._updater.shapes(*leaf) for leaf in leaves]
+            names = [
+                (path, *self._updater.names(*x)) for path, x in zip(paths, leaves, strict=True)
+            ]
+        bundles = [*self._bundles(treedef, shapes)]
+        block = Block(name, treedef, trains, names, shapes, bundles if trains else (), [*shapes])
+        for bundle in bundles:
+            if trains and self._saved is not None:
+                path_names = [paths[i] for i in bundle.places]
+                arrays = self._saved.read(int(bundle.number), path_names, bundle.shapes)
+            else:
+                program = self._updater.init(treedef, bundle.places, bundle.shapes)
+                arrays = program([_on_device(paths[i], given[i]) for i in bundle.places])
+            # The user may reuse NumPy's memory, and the device holds one bundle at a time.
+            arrays = large_moved(arrays, bundle.large, HOST)
+            block.replace(bundle, jax.block_until_ready(arrays))
+        self._number += trains * len(paths)
+        return block
+
+    def _bundles(self, treedef: Any, shapes: Sequence[Parts]) -> Iterator[Bundle]:
+        sizes = [sum(map(bytes_here, flat([leaf]))) for leaf in shapes]
+        begin = 0
+        for end in range(1, len(shapes) + 1):
+            if end < len(shapes) and sum(sizes[begin : end + 1]) <= _BUNDLE_BYTES:
+                continue
+            places, chosen = tuple(range(begin, end)), shapes[begin:end]
+            yield Bundle(
+                places,
+                np.int32(self._number + begin),
+                chosen,
+                self._updater.update(treedef, places, chosen),
+                [*map(is_large, flat(chosen))],
+                _large_bytes(flat(chosen)),
+                _large_bytes([x.weight for x in chosen]),
             )
-        if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-            x = upload(np.asarray(x), jax.local_devices()[0], HOST)
-        arrays.append(x)
-        saved_leaf = None if saved is None else next(saved, None)
-        if saved is not None:
-            shape = None if saved_leaf is None else tuple(saved_leaf["master"].shape)
-            if shape != x.shape:
-                raise UnfitRunError(
-                    f"{full} has the shape {x.shape}, but {shape or 'nothing'} in `state`. Resume "
-                    "with the saved run's model and `frozen`."
-                )
-        elif isinstance(x, jax.ShapeDtypeStruct):
-            raise TypeError(f"{full} has a shape but no values. Pass an array, or pass `state`.")
-        leaves.append(_make_leaf(full, x, bool(decay), trains, compact, saved_leaf))
-    block = Block(name, treedef, tuple(leaves), trains)
-    weights = moved(arrays, HOST) if saved is None else block.weights()
-    # The user may reuse NumPy's memory for the next layer.
-    return block, jax.block_until_ready(weights)
+            begin = end
 
 
-def _make_leaf(path: str, x: Any, decays: bool, trains: bool, compact: bool, saved: Any) -> Leaf:
-    devices = list(x.sharding.addressable_devices_indices_map(x.shape))
-    holders: dict[Any, list[Any]] = {}  # the devices, in all processes, that hold each piece
-    for device, index in x.sharding.devices_indices_map(x.shape).items():
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
-        holders.setdefault(bounds, []).append(device)
-    pieces = []
-    for bounds, holding in holders.items() if trains else ():
-        positions = tuple(devices.index(device) for device in holding if device in devices)
-        if not positions:
-            continue
-        index = tuple(slice(*pair) for pair in bounds)
-        flat = (1, 1, 1, math.prod(b - a for a, b in bounds))
-        saved_here = holding[0].process_index == jax.process_index()
-        arrays = Masters.zeros(flat, x.dtype), *new_moments(flat, compact=compact)
-        piece = Piece(index, positions, saved_here, *arrays)
-        if saved is None:
-            piece.master.write(np.asarray(x.addressable_data(positions[0])))
-        else:
-            for name in ARRAYS:
-                getattr(piece, name).write(np.asarray(saved[name][index]))
-        pieces.append(piece)
-    where = x.sharding.with_memory_kind(HOST)
-    abstract = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-    return Leaf(path, abstract, tuple(devices), decays, tuple(pieces))
+def make_blocks(
+    params: Any, frozen: Collection[int | str], maker: BlockMaker, *, at_once: bool
+) -> list[Block]:
+    """Makes all blocks, with their arrays in host memory."""
+    if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
+        raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
+    if isinstance(params["layers"], Mapping):
+        raise TypeError('`params["layers"]` is a mapping. Pass a list with one tree per layer.')
+    if isinstance(frozen, str):
+        raise TypeError(f"`frozen` is a string. Pass a list, such as [{frozen!r}].")
+    made = [maker.make("outer", params["outer"], trains="outer" not in frozen)]
+    numbers: Iterable[int] = getattr(params["layers"], "numbers", itertools.count())
+    for i, (number, tree) in enumerate(zip(numbers, params["layers"], strict=False)):
+        made.append(maker.make(f"layers.{number}", tree, trains=i not in frozen))
+        # Checked after every layer, so that this error is raised before jax's own error.
+        _check_pinned(made, at_once=at_once)
+    if len(made) == 1:
+        raise ValueError(
+            '`params["layers"]` has no layers. Pass at least one; an iterator works only once.'
+        )
+    check_names(frozen, len(made) - 1)
+    return made
 
 
-def _assembled(leaf: Leaf, numbers_of: Callable[[Piece], np.ndarray]) -> jax.Array:
-    on_devices: list[Any] = [None] * len(leaf.devices)
-    for piece in leaf.pieces:
-        numbers = numbers_of(piece).reshape(piece.shape)
-        for position in piece.positions:
-            on_devices[position] = upload(numbers, leaf.devices[position], HOST)
-    x = leaf.abstract
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, on_devices)
+def check_names(names: Collection[int | str], layers: int) -> None:
+    if unknown := set(names) - {"outer", *range(layers)}:
+        raise ValueError(
+            f"There is no layer {sorted(map(str, unknown))}: the layers are 0 to {layers - 1}. Use "
+            'these numbers, and "outer" for the outer weights.'
+        )
 
 
-def moved(tree: Any, memory_kind: str) -> Any:
-    """Copies arrays to another memory kind of their devices, without a program or a wait."""
-    return _moved(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(memory_kind), tree))
+def bytes_at_rest(blocks: Sequence[Block]) -> Counter[Any]:
+    """Returns the bytes in pinned host memory between steps, for each of this process's devices."""
+    sizes = Counter[Any]()
+    for x in (x for block in blocks for x in flat(block.shapes) if is_large(x)):
+        sizes.update(dict.fromkeys(x.sharding.addressable_devices, bytes_here(x)))
+    return sizes
 
 
-def _moved(tree: Any, shardings: Any) -> Any:
-    if all(x.is_fully_addressable for x in jax.tree.leaves(shardings)):
-        return jax.device_put(tree, shardings)
+def _check_pinned(blocks: Sequence[Block], *, at_once: bool) -> None:
+    """Rejects arrays that exceed a GPU's pinned-memory limit."""
+    gradients = Counter[Any]()
+    for x in (leaf.weight for block in blocks if block.trains for leaf in block.shapes):
+        gradients.update(dict.fromkeys(x.sharding.addressable_devices, bytes_here(x)))
+    for device, size in bytes_at_rest(blocks).items():
+        needs = {"weights and state": size} | ({} if at_once else {"gradients": gradients[device]})
+        check_pinned(needs, device.platform)
 
-    def move(x: jax.Array, sharding: Any) -> jax.Array:
-        # `jax.device_put` cannot move arrays that span processes (jax 0.10.2 and 0.11.2).
-        kind = sharding.memory_kind
-        pieces = [
-            jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=kind))
-            for shard in x.addressable_shards
-        ]
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
 
-    return jax.tree.map(move, tree, shardings)
+def _large_bytes(shapes: Sequence[Any]) -> int:
+    return sum(bytes_here(x) for x in shapes if is_large(x))
+
+
+def _shape_of(path: str, x: Any) -> jax.ShapeDtypeStruct:
+    if not hasattr(x, "dtype") and not isinstance(x, float | int | list | tuple):
+        raise TypeError(
+            f"{path} is a {type(x).__name__}, not an array. Pass only arrays; with equinox, "
+            "`eqx.filter(block, eqx.is_inexact_array)`."
+        )
+    if (dtype := jnp.result_type(x)) not in DTYPES:
+        raise TypeError(
+            f"{path} is {dtype.name}, but weights must be float32, bfloat16 or float16. Pass "
+            "arrays that are not weights in the batch, or return them from `first` in `shared`."
+        )
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        where: Any = SingleDeviceSharding(jax.local_devices()[0])
+    elif (where := x.sharding) is None:
+        raise TypeError(f"{path} has a shape without a sharding. Pass `sharding=` to its struct.")
+    where = where.with_memory_kind("device")
+    return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=where)
+
+
+def _on_device(path: str, x: Any) -> jax.Array:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"{path} has a shape but no values. Pass an array, or pass `state`.")
+    if isinstance(x, jax.Array):
+        return x if x.sharding.memory_kind == "device" else moved(x, "device")
+    shape = _shape_of(path, x)
+    return jax.device_put(np.asarray(x, shape.dtype), shape.sharding)
+
+
+def checksum_of_names(blocks: Sequence[Block]) -> np.ndarray:
+    """Returns a checksum of the trained leaves' names, also in the optimizer's state.
+
+    Equal shapes prove too little.
+    """
+    names = ["/".join(name) for block in blocks if block.trains for name in block.names]
+    # flax nnx adds the suffix, or not, to the same parameter.
+    return np.array(zlib.crc32("\n".join(names).replace(".value", "").encode()), np.uint32)

@@ -1,256 +1,220 @@
-"""The caller's half of a layerwise run: dispatches all programs and copies, in a fixed order."""
+"""Dispatches a step's programs and copies, in a fixed order, without waiting for results."""
 
+import dataclasses
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from zenflow_jax._device.memory import HOST, nbytes
-from zenflow_jax._diagnostics.timeline import Recorder, Row
-from zenflow_jax.layerwise._blocks import Block, moved
-from zenflow_jax.layerwise._host import Host, TaskThread
-from zenflow_jax.layerwise._programs import ModelProgram, key_of, shapes_of, trace_model
+from zenflow_jax._device.memory import HOST
+from zenflow_jax.layerwise._blocks import Block
+from zenflow_jax.layerwise._programs import (
+    ModelProgram,
+    floats_of,
+    key_of,
+    trace_model,
+    types_of,
+)
+from zenflow_jax.layerwise._progress import Progress
+from zenflow_jax.layerwise._transfers import bytes_here, large_moved, moved
+from zenflow_jax.layerwise._updates import AHEAD, AfterBackward, DuringBackward
 
-#: The maximum number of layers whose programs or gradients are in flight.
-AHEAD = 2
+
+@dataclasses.dataclass
+class _Pass:
+    """A step's micro-batches on the device; lists have an entry for each micro-batch."""
+
+    program: ModelProgram
+    batches: Sequence[Any]
+    carries: list[Any]
+    shared: list[Any]
+    inputs: list[Any]  # of each layer that the backward pass reaches, kept for it
+    places: list[tuple]  # the shardings of these layers' float inputs
+    weighing: list[Any] = dataclasses.field(default_factory=list)
+    total: Any = None  # the gradient of the outer weights that `last` reads
+    g: list[Any] = dataclasses.field(default_factory=list)  # the carries' gradients
+    g_shared: list[Any] = dataclasses.field(default_factory=list)
+    place: tuple = ()  # the shardings of `g`, and of `g_shared`
+    of_shared: tuple = ()
+
+    def losses(self, outer: Any) -> list[tuple[jax.Array, jax.Array]]:
+        """Runs `last`; returns each micro-batch's loss and weight."""
+        shared = [[jax.tree.leaves(x)[j] for j in self.program.moving] for x in self.shared]
+        self.place, self.of_shared = _places(floats_of(self.carries[0])), _places(shared[0])
+        only, several = self.program.last(self.place, self.of_shared)
+        run, pairs = only if len(self.batches) == 1 else several, []
+        for j, batch in enumerate(self.batches):
+            pair, self.total, g, g_shared = run(
+                self.total, outer, self.carries[j], shared[j], batch
+            )
+            pairs.append(pair)
+            self.g.append(g)
+            self.g_shared.append(g_shared)
+            self.carries[j] = None
+        return pairs
+
+    def backward(self, i: int, weights: Any, inputs: Any) -> tuple[Any, jax.Array]:
+        """Runs the backward programs of block `i`; returns its gradient and sum of squares."""
+        total, squares = None if i else self.total, None
+        if i:
+            before, self.place = self.place, self.places.pop()
+            program = self.program.layers[i - 1].backward(before, self.place, self.of_shared)
+        else:
+            program = self.program.first_backward((), (), ())
+        runs = [program.other] * (len(self.batches) - 1) + [program.last]
+        if len(self.batches) == 1:
+            runs = [program.only]
+        for j, run in enumerate(runs):
+            arguments = (inputs[j], self.shared[j]) if i else (self.batches[j],)
+            (total, squares), others = run(
+                total, self.weighing[j], weights, self.g[j], self.g_shared[j], *arguments
+            )
+            self.g[j], self.g_shared[j] = others or (None, None)
+        assert squares is not None
+        return total, squares
 
 
 class Dispatcher:
-    """Runs a model's programs, and owns its weights in host memory.
+    """Runs a model's programs.
 
-    Block 0 contains the outer weights, block i + 1 the weights of layer i. A block's weights are a
-    future while the host updates them.
+    Block 0 contains the outer weights, block i + 1 the weights of layer i.
     """
 
     def __init__(
         self,
         functions: tuple[Callable, Sequence[Callable], Callable],
         blocks: Sequence[Block],
-        weights: Sequence[list[jax.Array]],
-        host: Host,
-        rate: Callable[[Any], Any],
+        updates: DuringBackward | AfterBackward,
+        progress: Progress,
         *,
         inputs_to_host: bool,
         options: dict[str, Any] | None,
     ):
-        self._functions, self._blocks = functions, blocks
+        self._functions, self._blocks, self._updates = functions, blocks, updates
         self._trains = [block.trains for block in blocks]
-        self._weights: list[list[jax.Array] | Future[list[jax.Array]]] = [*weights]
-        self._host, self.watch = host, Watch(host.recorder)
+        # Lower blocks need no gradient.
+        self._lowest = self._trains.index(True) if any(self._trains) else len(blocks)
+        self.progress = progress
         self._inputs_to_host, self._options = inputs_to_host, options
-        self._rate = jax.jit(lambda count: jnp.asarray(rate(count), jnp.float32))
-        self._mean = jax.jit(_mean)
-        self._zeros = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))
+        self._mean = jax.jit(_mean, compiler_options=options)
         # For `evaluate`; a loop may pass a new function each time.
         self._jitted = lru_cache(8)(partial(jax.jit, compiler_options=options))
         self._programs: dict[Any, ModelProgram] = {}
         self._layer_programs: dict[Any, Any] = {}
-        self._decision: Future[None] | None = None
-        self._updating: deque[Future[Any]] = deque()
-        # Gradients, if updates begin after the backward pass.
-        self._leaving: deque[list[jax.Array]] = deque()
         self._throttle: deque[Any] = deque()
         # Copies of the previous layer's input, keyed by `id`.
         self._copied: dict[int, jax.Array] = {}
-        self._number = 0  # the current step
-        self.bytes_to_host = self.bytes_to_device = 0
+        self.bytes_to_host = self.bytes_to_device = 0  # on one device
+        self.wait_s = 0.0
 
-    def wait(self) -> None:
-        """Waits for the last step's updates."""
-        self.wait_for_decision()
-        for i in range(len(self._weights)):
-            self.weights(i)
-
-    def wait_for_decision(self) -> None:
-        """Waits until it is known whether the last step counts."""
-        if self._decision is not None:
-            self._host.result(self._decision)  # the decision has the sums of squares
-
-    def tree(self, i: int) -> Any:
-        """Returns a block's weights in host memory, as the user's tree."""
-        return jax.tree.unflatten(self._blocks[i].treedef, self.weights(i))
-
-    def step(self, number: int, program: ModelProgram, batches: Sequence[Any]) -> jax.Array:
-        """Dispatches a step, and returns its loss."""
-        self.wait_for_decision()  # the rate depends on the decision
-        self._number = number
-        rate = self._rate(np.int32(self._host.counted))
-        layers, inputs = program.layers, []
-        outer, weights, carries, shared = self._forward(program, batches, inputs)
-        ends = [
-            program.last(outer, carry, batch) for carry, batch in zip(carries, batches, strict=True)
-        ]
-        losses, weighing = zip(*(pair for pair, _ in ends), strict=True)
-        g_outer, g = map(list, zip(*(pair for _, pair in ends), strict=True))
-        del ends, carries
+    def step(self, program: ModelProgram, batches: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+        """Dispatches a step, and returns its loss and verdict."""
+        updates, blocks = self._updates, self._blocks
+        outer, weights, run = self._forward(program, batches, self._lowest)
+        losses, weighing = zip(*run.losses(blocks[0].treedef.unflatten(outer)), strict=True)
         loss, weights_sum = self._mean(losses, weighing)
         # A single micro-batch has no weight; the last of several also gets the sum of weights.
-        is_last = [*[False] * (len(batches) - 1), True]
-        sums = [weights_sum if x else None for x in is_last]
-        weigh = [*zip(weighing, sums, strict=True)] if len(batches) > 1 else [None]
-        self._dispatched("loss", loss)
-        if self._host.at_once:
-            self._decision = self._host.decide(self._number, rate, [loss])
-        g_shared = self._zeros([[jax.tree.leaves(x)[j] for j in program.moving] for x in shared])
-        mails: list[tuple[int, Any, jax.Array]] = []
-        lowest = self._trains.index(True)  # lower layers need no gradient
-        for i in reversed(range(max(lowest - 1, 0), len(layers))):
-            # Inputs come first: this layer needs them, but only the next layer needs the weights.
-            taken = moved(inputs.pop(), "device") if self._inputs_to_host else inputs.pop()
-            below = self._fetch(i) if i > max(lowest - 1, 0) else None
-            total = squares = None
-            for j in range(len(batches)):
-                (total, squares), (g[j], g_shared[j]) = layers[i].backward[is_last[j]](
-                    total, weigh[j], weights, g[j], g_shared[j], taken[j], shared[j]
-                )
-            del taken
-            self._dispatched("backward", squares)
-            if self._trains[i + 1]:
-                mails.append(self._send(i + 1, total, squares))
-            weights, total = below, None
-        if self._trains[0]:
-            total = squares = None
-            for j, batch in enumerate(batches):
-                (total, squares), _ = program.first_backward[is_last[j]](
-                    total, weigh[j], outer, g[j], g_shared[j], g_outer[j], batch
-                )
-                g_outer[j] = None
-            mails.append(self._send(0, total, squares))
-        if not self._host.at_once:
-            squares = [x for _, _, x in mails]
-            self._decision = self._host.decide(self._number, rate, squares)
-            for i, mail, x in sorted(mails, key=lambda entry: entry[0]):
-                self._update(i, mail, x)
-        return loss
+        run.weighing = [None] if len(batches) == 1 else [(x, None) for x in weighing]
+        run.weighing[-1] = run.weighing[-1] and (weighing[-1], weights_sum)
+        self._dispatched(loss)
+        updates.begin(loss, self.progress)
+        for i in reversed(range(self._lowest, len(blocks))):
+            inputs = self._taken(run.inputs.pop()) if i else None
+            below = self._fetch(i - 1) if i > max(self._lowest, 1) else outer
+            updates.before_program()
+            gradient, squares = run.backward(i, blocks[i].treedef.unflatten(weights), inputs)
+            del inputs
+            self._dispatched(squares)
+            updates.after_program(i, gradient, squares, weights)
+            weights = below
+            del gradient, below
+        self.progress, verdict = updates.end()
+        return loss, verdict
+
+    def evaluate(self, program: ModelProgram, batch: Any, last: Callable | None) -> Any:
+        outer, _, run = self._forward(program, [batch], len(self._blocks))
+        outer = self._blocks[0].treedef.unflatten(outer)
+        self._throttle.clear()
+        if last is None:
+            return program.loss(outer, run.carries[0], batch)[0]
+        return self._jitted(last)(outer, run.carries[0], batch)
 
     def _forward(
-        self, program: ModelProgram, batches: Sequence[Any], inputs: list[Any] | None = None
-    ) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Dispatches the layers' forward programs, and adds their kept inputs to `inputs`.
+        self, program: ModelProgram, batches: Sequence[Any], lowest: int
+    ) -> tuple[list[Any], list[Any], _Pass]:
+        """Dispatches the layers' forward programs; keeps the inputs of blocks from `lowest` on.
 
-        Returns the outer weights, the last layer's weights, and each batch's carry and shared data.
+        Returns the outer weights and the last layer's, and the micro-batches.
         """
         outer, layers = self._fetch(0), program.layers
-        carries, shared = map(list, zip(*(program.first(outer, x) for x in batches), strict=True))
+        tree = self._blocks[0].treedef.unflatten(outer)
+        carries, shared = map(list, zip(*(program.first(tree, x) for x in batches), strict=True))
+        run = _Pass(program, batches, carries, shared, [], [])
         weights = self._fetch(1)
         for i, layer in enumerate(layers):
             # Dispatched before the program that hides it, because dispatching allocates memory.
             following = self._fetch(i + 2) if i + 1 < len(layers) else weights
-            if inputs is not None:
-                inputs.append(self._keep([jax.tree.leaves(x) for x in carries], layer.kept))
-            carries = [layer.run(weights, *pair) for pair in zip(carries, shared, strict=True)]
-            self._dispatched("forward", carries)
+            if i + 1 >= lowest:
+                run.places.append(_places(floats_of(carries[0])))
+                run.inputs.append(self._kept([jax.tree.leaves(x) for x in carries], layer.kept))
+            tree = self._blocks[i + 1].treedef.unflatten(weights)
+            # All are made before an old one is freed, so that `_kept` can go by `id`.
+            carries = [layer.run(tree, *pair) for pair in zip(carries, shared, strict=True)]
+            self._dispatched(carries[-1])
             weights = following
-        self._copied = {}
-        return outer, weights, carries, shared
+        run.carries, self._copied = carries, {}
+        return outer, weights, run
 
-    def _keep(self, carries: list[list[jax.Array]], kept: Sequence[int]) -> list[list[jax.Array]]:
+    def _kept(self, carries: list[list[jax.Array]], kept: Sequence[int]) -> list[list[jax.Array]]:
         """Returns the layer inputs that the backward pass needs, in the memory where they wait."""
         if not self._inputs_to_host:
             return [[leaves[j] for j in kept] for leaves in carries]
-        known = self._copied  # a layer may pass on its input
-        self._copied = {
-            id(x): known[id(x)] if id(x) in known else moved(x, HOST)
-            for leaves in carries
-            for x in (leaves[j] for j in kept)
-        }
+        known, self._copied = self._copied, {}  # a layer may pass on its input
+        for x in (leaves[j] for leaves in carries for j in kept):
+            if id(x) not in known:
+                known[id(x)] = moved(x, HOST)
+                self.bytes_to_host += bytes_here(x)
+            self._copied[id(x)] = known[id(x)]
         return [[self._copied[id(leaves[j])] for j in kept] for leaves in carries]
 
-    def _send(self, i: int, gradient: Any, squares: Any) -> tuple[int, list[jax.Array], jax.Array]:
-        """Copies a block's gradient to the host, which may immediately update the block."""
-        while len(self._updating) >= AHEAD:
-            self._host.result(self._updating.popleft())
-        while len(self._leaving) >= AHEAD:  # a slow bus would keep gradients on the device
-            jax.block_until_ready(self._leaving.popleft())
-        mail = self._blocks[i].to_host(gradient)
-        self.bytes_to_host += nbytes(mail)
-        self.watch.add("mail", "copy", self._number, mail)
-        if not self._host.at_once:
-            self._leaving.append(mail)
-        else:
-            self._updating.append(self._update(i, mail, squares))
-        return i, mail, squares
+    def _taken(self, inputs: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        if self._inputs_to_host:
+            self.bytes_to_device += sum(map(bytes_here, jax.tree.leaves(inputs)))
+            return moved(inputs, "device")
+        return inputs
 
-    def _update(self, i: int, mail: list[jax.Array], squares: jax.Array) -> "Future[Any]":
-        future = self._host.update(i, self._number, list(self.weights(i)), mail, squares)
-        self._weights[i] = future
-        return future
-
-    def _dispatched(self, kind: str, result: Any) -> None:
-        """Records a layer's programs, and waits until Python is at most a few layers ahead."""
-        self.watch.add("device", kind, self._number, result)
+    def _dispatched(self, result: Any) -> None:
+        """Waits until Python is at most a few layers ahead of the device."""
         self._throttle.append(result)
         if len(self._throttle) > AHEAD:
             start = time.perf_counter()
             jax.block_until_ready(self._throttle.popleft())
-            self._host.recorder.add("caller", "wait for device", start, self._number)
-
-    def evaluate(self, program: ModelProgram, batch: Any, last: Callable | None) -> Any:
-        outer, _, (carry,), _ = self._forward(program, [batch])
-        if last is None:
-            return program.loss(outer, carry, batch)[0]
-        return self._jitted(last)(outer, carry, batch)
+            self.wait_s += time.perf_counter() - start
 
     def program(self, batch: Any) -> ModelProgram:
         """Returns the programs for batches of this shape, traced once."""
-        shapes = shapes_of(batch)
+        shapes = types_of(batch)
         if (key := key_of(shapes)) not in self._programs:
-            outer, *layers = (block.abstract for block in self._blocks)
+            outer, *layers = (
+                x.treedef.unflatten([leaf.weight for leaf in x.shapes]) for x in self._blocks
+            )
             known = self._trains, self._options, self._layer_programs
             self._programs[key] = trace_model(*self._functions, outer, layers, shapes, *known)
         return self._programs[key]
 
-    def weights(self, i: int) -> list[jax.Array]:
-        """Returns a block's weights in host memory; waits for its update."""
-        weights = self._weights[i]
-        if isinstance(weights, Future):
-            weights = self._weights[i] = self._host.result(weights)
-        return weights
-
-    def _fetch(self, i: int) -> Any:
+    def _fetch(self, i: int) -> list[jax.Array]:
         """Starts to copy a block's weights to the device."""
-        weights = self.weights(i)
-        self.bytes_to_device += nbytes(weights)
-        fetched = self._blocks[i].to_device(weights)
-        self.watch.add("upload", "fetch", self._number, fetched)
-        return fetched
+        block = self._blocks[i]
+        self.bytes_to_device += block.weights_nbytes
+        return large_moved(block.weights(), block.large, "device")
 
 
-class Watch:
-    """Records when programs and copies end, on a thread for each row of the timeline.
-
-    Does not keep arrays alive; misses arrays that are freed early.
-    """
-
-    def __init__(self, recorder: Recorder):
-        rows: tuple[Row, ...] = ("device", "mail", "upload")
-        self._recorder = recorder
-        self._ends: dict[Row, float] = dict.fromkeys(rows, 0.0)
-        self._threads: dict[Row, TaskThread] = {row: TaskThread("zenflow-watch") for row in rows}
-
-    def add(self, row: Row, kind: str, step: int, result: Any) -> None:
-        """Watches a program or copy that was just dispatched, which ends with its last array."""
-        if arrays := jax.tree.leaves(result):
-            event = row, kind, step, weakref.ref(arrays[-1]), time.perf_counter()
-            self._threads[row].submit(self._record, *event)
-
-    def close(self) -> None:
-        for thread in self._threads.values():
-            thread.end()
-
-    def _record(self, row: Row, kind: str, step: int, known: Any, dispatched: float) -> None:
-        if (array := known()) is not None:
-            array.block_until_ready()  # if it was donated or failed, the caller's error says so
-            del array
-            start = max(dispatched, self._ends[row])
-            self._ends[row] = self._recorder.add(row, kind, start, step)
+def _places(arrays: Sequence[jax.Array]) -> tuple:
+    return tuple(x.sharding for x in arrays)
 
 
 def _mean(losses: Sequence[jax.Array], weights: Sequence[jax.Array]) -> tuple[Any, Any]:

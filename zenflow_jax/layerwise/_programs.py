@@ -2,10 +2,14 @@
 
 Weights, carries and gradients pass through these programs as lists of arrays. Integer arrays in a
 carry have no gradient; neither do outputs of `first` that do not depend on the outer weights.
+
+The weights' gradients of several micro-batches are added up in float32: each program takes the
+total so far and returns the new one, in the same memory.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AxisType, NamedSharding
 
 Options = dict[str, Any] | None
 
 # The numbers of arguments of backward programs.
-_TOTAL, _WEIGHTS, _G, _G_SHARED, _G_LAST = 0, 2, 3, 4, 5
+_TOTAL, _G, _G_SHARED = 0, 3, 4
 
 
 class WeightedLoss(NamedTuple):
@@ -37,18 +42,33 @@ class WeightedLoss(NamedTuple):
     weight: Any
 
 
+class Backward(NamedTuple):
+    """A program for the only micro-batch, for the last of several, and for all others.
+
+    (total, weighing, weights, g, g_shared, inputs, shared) -> (gradient, squares), (g, g_shared)
+
+    Of several micro-batches, `weighing` is the weight and, for the last, the sum of all weights.
+    The last two results are the gradients of the carry and of `shared`. `squares` is the gradient's
+    sum of squares, but None while micro-batches remain.
+    """
+
+    only: Callable[..., Any]
+    last: Callable[..., Any]
+    other: Callable[..., Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerProgram:
     """The programs of one kind of layer, for one shape of its arguments.
 
     `forward(weights, carry, shared)` returns the new carry's leaves, except leaves that the layer
-    passes on unchanged. `backward` needs only the leaves of the input that are in `kept`.
+    passes on unchanged. `backward` needs only the leaves of the input that are in `kept`; it
+    returns programs, given the shardings of `g` before and after, and of `g_shared`. Without them,
+    a device could hold a whole gradient, and programs would be compiled twice.
     """
 
     forward: Callable[..., list[jax.Array]]
-    # (total, weighing, weights, g, g_shared, kept inputs, shared) -> (gradient, squares), (the
-    # gradients of the carry and of `shared`), as in `_backward_programs`
-    backward: tuple[Callable[..., Any], Callable[..., Any]]
+    backward: Callable[..., Backward]
     carry: Any  # the new carry, as `ShapeDtypeStruct`s
     passed: Mapping[int, int]  # leaves of the new carry that are leaves of the old carry
     kept: tuple[int, ...]
@@ -69,9 +89,12 @@ class ModelProgram:
     first: Callable[..., Any]  # (outer, batch) -> (carry, shared)
     layers: Sequence[LayerProgram]
     loss: Callable[..., Any]  # (outer, carry, batch) -> loss, weight
-    last: Callable[..., Any]  # the same -> (loss, weight), (gradient of outer, of the carry)
-    # (total, weighing, outer, g, g_shared, g_last, batch) -> (gradient, squares), ()
-    first_backward: tuple[Callable[..., Any], Callable[..., Any]]
+    # (shardings of g, of g_shared) -> a program for the only micro-batch, and for one of several:
+    # (total, outer, carry, moved, batch) -> (loss, weight), total, g, g_shared, where `total` has
+    # None for outer weights that the loss does not read, `moved` are the `moving` leaves of
+    # `shared`, and `g_shared` is zero
+    last: Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
+    first_backward: Callable[..., Backward]  # with `batch` in place of the last two arguments
     moving: tuple[int, ...]  # leaves of `shared` that have a gradient
 
 
@@ -92,7 +115,7 @@ def trace_model(
     `trains` belongs to `outer`. `cache` contains layers that were traced before.
     """
     with _noting("`first`", outer, batch):
-        made = jax.make_jaxpr(first, return_shape=True)(shapes_of(outer), batch)
+        made = jax.make_jaxpr(first, return_shape=True)(types_of(outer), batch)
     _check_closure(made[0], "`first`")
     if not (isinstance(made[1], tuple) and len(made[1]) == 2):
         raise TypeError(
@@ -100,7 +123,7 @@ def trace_model(
             "`(carry, None)` if the layers share nothing."
         )
     carry, shared = made[1]
-    moving = _moving(first, shapes_of(outer), batch, carry, shared) if trains[0] else ()
+    moving = _moving(first, types_of(outer), batch, carry, shared) if trains[0] else ()
     programs: list[LayerProgram] = []
     for i, (function, layer_weights) in enumerate(zip(layers, weights, strict=True)):
         key = function, trains[i + 1], moving, key_of(layer_weights), key_of((carry, shared))
@@ -112,7 +135,7 @@ def trace_model(
         programs.append(cache[key])
         carry = programs[-1].carry
     with _noting("`last`", carry, batch):
-        closed, end = jax.make_jaxpr(last, return_shape=True)(shapes_of(outer), carry, batch)
+        closed, end = jax.make_jaxpr(last, return_shape=True)(types_of(outer), carry, batch)
     _check_closure(closed, "`last`")
     pair = end if isinstance(end, WeightedLoss) else (end, end)
     if [getattr(x, "shape", None) for x in pair] != [(), ()] or not _is_float(pair[0]):
@@ -126,26 +149,44 @@ def trace_model(
         value, weight = result if isinstance(result, WeightedLoss) else (result, 1.0)
         return value, jnp.asarray(weight, jnp.float32)
 
-    def with_gradient(outer: Any, carry: Any, batch: Any) -> Any:
+    leaves = jax.tree.leaves(outer)
+    live = live_inputs(closed.jaxpr, [True] + [False] * (len(closed.out_avals) - 1))
+    read = tuple(i for i in range(len(leaves)) if i in live) if trains[0] else ()
+
+    def with_gradient(total: Any, outer: Any, carry: Any, moved: Any, batch: Any) -> Any:
         floats, rebuild = _split_floats(carry)
+        parts, rebuild_outer = _split_at(outer, read)
 
-        def varied(outer: Any, floats: Any) -> tuple[jax.Array, jax.Array]:
-            return loss(outer, rebuild(floats), batch)
+        def varied(parts: Any, floats: Any) -> tuple[jax.Array, jax.Array]:
+            return loss(rebuild_outer(parts), rebuild(floats), batch)
 
-        argnums = (0, 1) if trains[0] else 1
-        value, g = jax.value_and_grad(varied, argnums, has_aux=True)(outer, floats)
-        return value, g if trains[0] else (None, g)
+        value, (g_outer, g) = jax.value_and_grad(varied, (0, 1), has_aux=True)(parts, floats)
+        made: list[Any] = [None] * len(leaves)
+        for i, x in zip(read, g_outer, strict=True):
+            made[i] = x
+        return value, made, g, [*map(jnp.zeros_like, moved)]
 
-    def pull(outer: Any, g: Any, g_shared: Any, g_last: Any, batch: Any) -> tuple[Any, Any]:
-        g_first = _pull_first(first, moving, outer, g, g_shared, batch)
-        return jax.tree.map(jnp.add, g_last, g_first), ()
+    def adding(total: Any, *args: Any) -> Any:
+        value, made, *others = with_gradient(total, *args)
+        return value, _add(made, total, value[1]), *others
 
+    @functools.cache
+    def last_with(*of_gradients: Any) -> tuple[Any, Any]:
+        where = None, [x if i in read else None for i, x in enumerate(outer_shardings)]
+        shardings = {"out_shardings": (*where, *map(list, of_gradients))}
+        jit: Any = partial(jax.jit, compiler_options=options, **shardings)
+        return jit(with_gradient), jit(adding, donate_argnums=_TOTAL)
+
+    def pull(outer: Any, g: Any, g_shared: Any, batch: Any) -> tuple[Any, Any]:
+        return jax.tree.leaves(_pull_first(first, moving, outer, g, g_shared, batch)), ()
+
+    outer_shardings = [*map(_on_device, leaves)]
     return ModelProgram(
         first=jax.jit(first, compiler_options=options),
         layers=programs,
         loss=jax.jit(loss, compiler_options=options),
-        last=jax.jit(with_gradient, compiler_options=options),
-        first_backward=_backward_programs(pull, _shardings(outer), (), (_G_LAST,), options),
+        last=last_with,
+        first_backward=_backward_programs(pull, leaves, False, options),
         moving=moving,
     )
 
@@ -160,7 +201,7 @@ def _trace_layer(
     number: int,
     options: Options,
 ) -> LayerProgram:
-    closed, new = jax.make_jaxpr(function, return_shape=True)(shapes_of(weights), carry, shared)
+    closed, new = jax.make_jaxpr(function, return_shape=True)(types_of(weights), carry, shared)
     _check_closure(closed, f"layer {number}")
     count, jaxpr = len(jax.tree.leaves(carry)), closed.jaxpr
     begin = len(jax.tree.leaves(weights))
@@ -174,16 +215,14 @@ def _trace_layer(
     pull, leaves = _pull_of(function, carry, moving, trains), jax.tree.leaves(carry)
     g, g_shared = floats_of(new), [jax.tree.leaves(shared)[i] for i in moving]
     whole = partial(pull, range(count))
-    kept = tuple(_reads(whole, 3, shapes_of(weights), g, g_shared, leaves, shared))
+    kept = tuple(_reads(whole, 3, types_of(weights), g, g_shared, leaves, shared))
     same = [key_of(x) for x in g] == [key_of(x) for x in floats_of(carry)]
     return LayerProgram(
         forward=jax.jit(forward, compiler_options=options),
         backward=_backward_programs(
             partial(pull, kept),
-            _shardings(weights) if trains else None,
-            # If the carry's gradients have different shapes, no result could use their memory.
-            (_G, _G_SHARED) if same else (_G_SHARED,),
-            (_WEIGHTS,) if trains else (),
+            jax.tree.leaves(weights) if trains else None,
+            same,
             options,
         ),
         carry=new,
@@ -201,7 +240,8 @@ def _pull_of(function: Callable, like: Any, moving: tuple[int, ...], trains: boo
     ) -> tuple[Any, Any]:
         known = dict(zip(kept, inputs, strict=True))
         leaves = [
-            known[i] if i in known else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(shapes)
+            known[i] if i in known else jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            for i, x in enumerate(shapes)
         ]
         floats, rebuild = _split_floats(jax.tree.unflatten(treedef, leaves))
         parts, join = _split_at(shared, moving)
@@ -213,6 +253,7 @@ def _pull_of(function: Callable, like: Any, moving: tuple[int, ...], trains: boo
             g_weights, g, more = jax.vjp(varied, weights, floats, parts)[1](g)
         else:
             g_weights, (g, more) = None, jax.vjp(partial(varied, weights), floats, parts)[1](g)
+        g_weights = None if g_weights is None else jax.tree.leaves(g_weights)
         return g_weights, (g, [a + b for a, b in zip(g_shared, more, strict=True)])
 
     return pull
@@ -229,45 +270,59 @@ def _pull_first(
 
 
 def _backward_programs(
-    pull: Callable[..., tuple[Any, Any]],
-    shardings: Any,
-    donated: tuple[int, ...],
-    consumed: tuple[int, ...],
-    options: Options,
-) -> tuple[Callable, Callable]:
-    """Returns a program for all micro-batches except the last, and a program for the last.
+    pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, options: Options
+) -> Callable[..., Backward]:
+    """Returns a function that returns programs for `pull`, as in `LayerProgram.backward`.
 
-    `pull` returns the weights' gradient and other gradients. The programs also return the
-    gradient's sum of squares. Without micro-batches, `total` and `weighing` are None. Otherwise
-    `weighing` is the micro-batch's weight and, for the last, the sum of all weights. The gradient,
-    times its weight, is added to the float32 `total`. The last program consumes more arguments.
+    `pull` returns the weights' gradient and other gradients. `weights` are shapes, or None if they
+    are frozen. `same` is whether `g` has the same shapes before and after.
     """
 
     def backward(total: Any, weighing: Any, *args: Any) -> Any:
-        g, others = pull(*args)
-        return _added(g, total, weighing), others
+        g, more = pull(*args)
+        if g is None:
+            return (None, jnp.float32(0)), more
+        if weighing is None:
+            g = [x if y is None else x + y for x, y in _paired(g, total)]
+        else:
+            weight, weights_sum = weighing
+            g = _add(g, total, weight)
+            if weights_sum is None:
+                return (g, None), more
+            # Without any targets, loss and gradient are zero.
+            divisor = jnp.where(weights_sum == 0, 1, weights_sum)
+            g = [(x / divisor).astype(w.dtype) for x, w in zip(g, weights, strict=True)]
+        squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in g]
+        return (g, sum(squares, jnp.float32(0))), more
 
-    # The weights' gradient stays on the weights' devices and reuses their memory.
-    wheres = (shardings, None), None
-    jit: Any = partial(jax.jit, backward, out_shardings=wheres, compiler_options=options)
-    return jit(donate_argnums=(_TOTAL, *donated)), jit(donate_argnums=(*donated, *consumed))
+    # The weights' gradient stays on the weights' devices.
+    wheres = None if weights is None else [_on_device(x) for x in weights]
+    # If dtypes differ, no result of the last program could use the total's memory.
+    is_float32 = all(x.dtype == jnp.float32 for x in weights or ())
+
+    @functools.cache
+    def programs(before: tuple, after: tuple, shared: tuple) -> Backward:
+        more = ([*after], [*shared]) if after else None
+        results: Any = (wheres, None), more
+        jit: Any = partial(jax.jit, backward, out_shardings=results, compiler_options=options)
+        donated = (_G, _G_SHARED) if same and before == after else (_G_SHARED,) if after else ()
+        return Backward(
+            only=jit(donate_argnums=(_TOTAL, *donated)),
+            last=jit(donate_argnums=(_TOTAL, *donated) if is_float32 else donated),
+            other=jit(donate_argnums=(_TOTAL, *donated)),
+        )
+
+    return programs
 
 
-def _added(g: Any, total: Any, weighing: Any) -> tuple[Any, Any]:
-    """Adds a micro-batch's gradient to `total`; only the last one gets a sum of squares."""
-    if g is None:
-        return None, jnp.float32(0)
-    if weighing is not None:
-        weight, weights_sum = weighing
-        new = jax.tree.map(lambda x: x.astype(jnp.float32) * weight, g)
-        new = new if total is None else jax.tree.map(jnp.add, total, new)
-        if weights_sum is None:
-            return new, None
-        # Without any targets, loss and gradient are zero.
-        divisor = jnp.where(weights_sum == 0, 1, weights_sum)
-        g = jax.tree.map(lambda x, like: (x / divisor).astype(like.dtype), new, g)
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(g)]
-    return g, sum(squares, jnp.float32(0))
+def _add(g: Sequence[Any], total: Any, weight: Any) -> list[Any]:
+    """Returns the float32 total of gradients with another micro-batch's gradient."""
+    new = [None if x is None else x.astype(jnp.float32) * weight for x in g]
+    return [x if y is None else x + y for x, y in _paired(new, total)]
+
+
+def _paired(g: Sequence[Any], total: Any) -> Iterator[tuple[Any, Any]]:
+    return zip(g, [None] * len(g) if total is None else total, strict=True)
 
 
 def _moving(first: Callable, outer: Any, batch: Any, carry: Any, shared: Any) -> tuple[int, ...]:
@@ -309,27 +364,28 @@ def _split_at(tree: Any, places: tuple[int, ...]) -> tuple[list[Any], Callable[[
 
 def _check_closure(closed: Any, name: str) -> None:
     """Rejects weights that a function closes over, which would not be trained, and random keys."""
-    for x in _constants(closed):
+    # The arrays that a function, or a jitted function inside it, closes over.
+    for x in (x for jaxpr in jaxprs(closed) for x in getattr(jaxpr, "consts", ())):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             raise ValueError(
                 f"{name} uses a random key that is not among its arguments, so all steps would "
                 "draw the same numbers. Pass keys in the batch."
             )
-        if isinstance(x, jax.Array) and _is_float(x) and x.ndim > 0:
+        if isinstance(x, jax.Array) and _is_float(x):
             raise ValueError(
                 f"{name} uses an array {_text(x)} that is not among its arguments, so it would not "
                 "be trained. Pass weights as arguments; pass constants in the batch, return them "
-                "from `first` in `shared`, or make them NumPy arrays."
+                "from `first` in `shared`, or make them NumPy arrays or Python numbers."
             )
 
 
-def _constants(jaxpr: Any) -> Iterator[Any]:
-    """Yields the arrays that a function, or a jitted function inside it, closes over."""
-    yield from getattr(jaxpr, "consts", ())
+def jaxprs(jaxpr: Any) -> Iterator[Any]:
+    """Yields a jaxpr and all jaxprs inside it."""
+    yield jaxpr
     for equation in jaxpr.eqns:
         for inner in jax.tree.leaves(equation.params):
             if hasattr(inner, "eqns"):
-                yield from _constants(inner)
+                yield from jaxprs(inner)
 
 
 @contextlib.contextmanager
@@ -346,6 +402,20 @@ def _text(tree: Any) -> str:
     return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
 
 
+def types_of(tree: Any) -> Any:
+    """Returns `shapes_of` with the shardings on explicit axes, which belong to an array's type."""
+
+    def type_of(x: Any, shape: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return shape
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return shape
+        return shape.update(sharding=NamedSharding(sharding.mesh, sharding.spec))
+
+    return jax.tree.map(type_of, tree, shapes_of(tree))
+
+
 def shapes_of(tree: Any) -> Any:
     """Returns shapes without shardings; Python numbers keep weak types, so they adopt dtypes."""
 
@@ -356,9 +426,8 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(shape_of, tree)
 
 
-def _shardings(weights: Any) -> Any:
-    """Returns the shardings of the weights' gradients, which are in device memory."""
-    return jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), weights)
+def _on_device(x: Any) -> Any:
+    return x.sharding.with_memory_kind("device")
 
 
 def key_of(shapes: Any) -> Any:

@@ -50,7 +50,7 @@ class ScannedModel:
             reads a stack elsewhere. The message names the leaf and the line in the model's code.
 
     Examples:
-        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> import jax, jax.numpy as jnp, numpy as np, optax
         >>> from zenflow_jax import layerwise
         >>> def loss_fn(params, x):
         ...     x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])
@@ -59,7 +59,7 @@ class ScannedModel:
         >>> batch = jnp.ones((4, 8))
         >>> model = layerwise.ScannedModel(loss_fn, params, batch)
         >>> with layerwise.Trainer(
-        ...     model.split(params), **model.functions, learning_rate=1e-3
+        ...     model.split(params), **model.functions, optimizer=optax.adamw(1e-3)
         ... ) as trainer:
         ...     losses = [float(trainer.step(batch)) for _ in range(5)]
         ...     params = model.join(trainer.params())
@@ -116,6 +116,12 @@ class ScannedModel:
                 layer axis.
         """
         leaves, treedef = jax.tree.flatten(params)
+        pairs = jax.tree_util.tree_leaves_with_path(as_pure(params))
+        if different := {plain_name(path) for path, _ in pairs} ^ set(self._names):
+            raise ValueError(
+                f"{min(different)} is in only one of `params` here and in the constructor. Pass "
+                "the same parameters to both calls."
+            )
         for name, shape, x in zip(self._names, self._shapes, shapes_of(leaves), strict=True):
             if (x.shape, x.dtype) != (shape.shape, shape.dtype):
                 text = f"{x.dtype}{list(x.shape)}, but was {shape.dtype}{list(shape.shape)}"
@@ -154,6 +160,12 @@ class ScannedModel:
 
     def _last(self, outer: Any, carry: Any, batch: Any) -> Any:
         cut, (_, carry, outputs) = self._cut_of(batch), carry
+        if missing := cut.read - outputs.keys():
+            raise ValueError(
+                f"This `last` reads output {min(missing)} of the scan at {cut.scan.line}, which "
+                "the trained loss does not read, so the trainer does not keep it. Let the trained "
+                "loss read it too, for example times zero, or compute it from the last carry."
+            )
         unread = {i: jnp.zeros(x.shape, x.dtype) for i, x in cut.outputs.items()}
         return cut.behind(jax.tree.leaves(outer), batch, carry, unread | outputs)
 
@@ -214,7 +226,7 @@ class ScannedModel:
         }
         run_behind, _, jaxpr = _as_function(behind, outer, batch, carry, outputs)
         begin = len(jax.tree.leaves((outer, batch, carry)))
-        read = {i - begin for i in live_inputs(jaxpr)}
+        read = {i - begin for i in live_inputs(jaxpr) if i >= begin}
         return _Cut(run_front, run_behind, shared.scan, scanned, outputs, read)
 
 

@@ -1,34 +1,43 @@
 """`Trainer`: the public object, used from a single thread."""
 
 import time
-import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from zenflow_jax._device.gpu_faults import check_gpus
-from zenflow_jax._diagnostics.stats import EngineStats
-from zenflow_jax._diagnostics.timeline import Timeline
-from zenflow_jax._exchange.checks import is_compact
-from zenflow_jax._exchange.pinned import check_pinned
-from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._spec.arguments import NUMBERS, check_numbers
+from zenflow_jax._device.memory import HOST
+from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
+from zenflow_jax._spec.arguments import check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
-from zenflow_jax._spec.scalars import AdamScalars
-from zenflow_jax.layerwise._blocks import Block, make_block
-from zenflow_jax.layerwise._dispatch import AHEAD, Dispatcher
-from zenflow_jax.layerwise._host import Host
-from zenflow_jax.layerwise._saving import BlockStream, saved_leaves
+from zenflow_jax.layerwise._blocks import (
+    BlockMaker,
+    bytes_at_rest,
+    check_names,
+    checksum_of_names,
+    make_blocks,
+)
+from zenflow_jax.layerwise._dispatch import Dispatcher
+from zenflow_jax.layerwise._optimizer import Updater
+from zenflow_jax.layerwise._progress import Judge, new_progress
+from zenflow_jax.layerwise._saving import SavedState, TrainerStream, new_snapshot
+from zenflow_jax.layerwise._transfers import large_moved, moved
+from zenflow_jax.layerwise._updates import AfterBackward, DuringBackward
+
+#: By default, this many of the largest updated arrays may be in flight.
+_IN_FLIGHT = 3
 
 
 class Trainer:
-    """Trains a model with AdamW, layer by layer; weights and state are in host memory.
+    """Trains a model with an optax optimizer, layer by layer; weights and state are in host memory.
 
-    The device holds two layers at a time: the current layer, and the next in flight. In each
-    direction, Python calls one program per layer. The model is three pure functions, which
-    `ScannedModel` makes from a loss that scans its layers:
+    The device holds a few layers at a time. In each direction, Python calls one program per layer;
+    in the backward pass, the optimizer's update runs on the device, one leaf at a time. The model
+    is three pure functions, which `ScannedModel` makes from a loss that scans its layers:
 
     * `first(outer, batch)` returns (carry, shared): the input of layer 0, and data that all layers
       read, such as rotations or an encoder's output, or None.
@@ -38,9 +47,10 @@ class Trainer:
 
     Any tree of arrays can be a carry. The backward pass recomputes each layer.
 
-    Host memory: 14 bytes per parameter with bf16 weights (8.2 with compact moments), of which 2 are
-    pinned; "after_backward" needs another 2 pinned bytes for gradients. Only one thread may call a
-    trainer; on a mesh over several processes, all processes must make the same calls.
+    Pinned host memory: with bf16 weights, 4 bytes per parameter and the optimizer's state, so 12
+    with AdamW, 8 with Lion or Muon, and 4 with SGD; "after_backward" needs another 2 for gradients.
+    Arrays below 64 KiB stay on the device. Only one thread may call a trainer; on a mesh over
+    several processes, all processes must make the same calls.
 
     Args:
         params: {"outer": tree, "layers": iterable of trees}, in NumPy or jax arrays in any memory,
@@ -48,35 +58,37 @@ class Trainer:
             An iterator saves memory, because the trainer copies one layer at a time.
         first, layer, last: The model. `layer` may be a sequence with one function for each layer.
             If layers have the same function object, they share a program.
-        learning_rate: A number, or an optax schedule, which skipped steps do not advance.
-        b1, b2, eps, weight_decay: As in `optax.adamw`.
-        mask: Function of one layer's weights, or of the outer weights, that returns a tree of
-            bools: True where weight decay applies. By default it applies everywhere.
+        optimizer: An optax optimizer whose result for a leaf depends only on this leaf. It gets
+            float32 gradients and weights, one leaf at a time: the tree of a layer, or of the outer
+            weights, with None in place of all other leaves. So masks and labels are functions of
+            such a tree. Skipped steps do not advance its schedules.
         max_grad_norm: The global norm to which gradients are clipped; None for no clipping.
-        updates: With "after_backward", layers are updated when all gradients have arrived, so the
-            run equals `optax.adamw` after `optax.clip_by_global_norm`, and skips steps whose
+        updates: With "after_backward", layers are updated when all gradients are known, so the
+            run equals the optimizer after `optax.clip_by_global_norm`, and skips steps whose
             gradient is not finite. With "during_backward", each layer is updated when its gradient
-            arrives. Clipping then projects the norm from earlier steps. A non-finite loss skips the
-            step, but a non-finite gradient ends the run.
+            is known, with less traffic. Clipping then projects the norm from earlier steps. A
+            non-finite loss skips the step, but a non-finite gradient ends the run.
         inputs: Where the layers' inputs wait for the backward pass: on the "device", or in pinned
             "host" memory, for long sequences.
         frozen: Layers that are not trained, by number, and "outer" for the outer weights.
-        host_state, host_kernel, threads: As for `HostEngine`.
-        max_skipped: Consecutive skipped steps after which the next call raises an error. None means
-            never.
+        max_skipped: Consecutive skipped steps after which a call raises an error. None means never.
+        in_flight_bytes: Device memory for arrays on their way to and from updates. By default,
+            three times a layer's largest leaf with its state. Twice a layer with its state hides
+            the bus behind the backward pass.
         compiler_options: Options for all programs, as in `jax.jit`.
         state: The result of `state` or `EngineRestore`, to resume that run with bit-identical
             results. Then `params` may be `ShapeDtypeStruct`s with shardings, except for frozen
             weights.
 
     Raises:
-        ValueError: If an argument is out of range, or `state` belongs to another model; in `step`,
-            if a function uses a float array or a random key that is not among its arguments.
-        TypeError: If `params` have a different structure, or are not floats; in `step`, if the
-            functions do not fit together.
+        ValueError: If an argument is out of range, `state` belongs to another model or optimizer,
+            or `optimizer` mixes leaves or draws random numbers; in `step`, if a function uses a
+            float array or a random key that is not among its arguments.
+        TypeError: If `params` have a different structure, or are not floats, or `optimizer` needs
+            more arguments; in `step`, if the functions do not fit together.
 
     Examples:
-        >>> import jax.numpy as jnp, numpy as np
+        >>> import jax.numpy as jnp, numpy as np, optax
         >>> from zenflow_jax import layerwise
         >>> rng = np.random.default_rng(0)
         >>> params = {
@@ -88,7 +100,7 @@ class Trainer:
         ...     first=lambda outer, batch: (batch["x"], None),
         ...     layer=lambda w, x, _: x + jnp.tanh(x @ w),
         ...     last=lambda outer, x, batch: jnp.mean((x @ outer["head"] - batch["y"]) ** 2),
-        ...     learning_rate=1e-2,
+        ...     optimizer=optax.adamw(1e-2),
         ... )
         >>> batch = {"x": jnp.ones((2, 8)), "y": jnp.zeros((2, 3))}
         >>> with trainer:
@@ -105,86 +117,93 @@ class Trainer:
         first: Callable[[Any, Any], tuple[Any, Any]],
         layer: Callable[[Any, Any, Any], Any] | Sequence[Callable[[Any, Any, Any], Any]],
         last: Callable[[Any, Any, Any], Any],
-        learning_rate: float | Callable[[Any], Any],
-        b1: float = 0.9,
-        b2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 1e-4,
-        mask: Callable[[Any], Any] | None = None,
+        optimizer: optax.GradientTransformation,
         max_grad_norm: float | None = None,
         updates: str = "after_backward",
         inputs: str = "device",
         frozen: Collection[int | str] = (),
-        host_state: str = "float32",
-        host_kernel: str = "numba",
-        threads: int | None = None,
         max_skipped: int | None = None,
+        in_flight_bytes: int | None = None,
         compiler_options: dict[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
     ):
         check_one_of("updates", updates, ("after_backward", "during_backward"))
         check_one_of("inputs", inputs, ("device", "host"))
         check_int_or_none("max_skipped", max_skipped, 1)
-        numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
-        check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
-        at_once, compact = updates == "during_backward", is_compact(host_state)
-        blocks, weights = _make_blocks(params, frozen, mask, compact, state, at_once=at_once)
+        check_int_or_none("in_flight_bytes", in_flight_bytes, 0)
+        check_numbers(max_grad_norm=max_grad_norm)
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise TypeError(
+                f"`optimizer` is a {type(optimizer).__name__}. Pass an optax optimizer, such as "
+                "`optax.adamw(1e-4)`."
+            )
+        at_once = updates == "during_backward"
+        saved = None if state is None else SavedState(state)
+        counts: Mapping[str, Any] = {} if saved is None else saved.counts
+        self._updater = Updater(optimizer, compiler_options)
+        maker = BlockMaker(optimizer, self._updater, saved)
+        blocks = make_blocks(params, frozen, maker, at_once=at_once)
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
             raise ValueError(
                 f"`layer` has {len(layers)} functions for {len(blocks) - 1} layers. Pass one "
                 "function for all layers, or one for each layer."
             )
-        counts = {} if state is None else state["counts"]
+        self._names = checksum_of_names(blocks)
+        if saved and counts.get("names") != self._names:
+            raise UnfitRunError(
+                "`state` has different weights, by name, or another optimizer, order of layers or "
+                "`frozen`. Resume with the saved run's model, optimizer and `frozen`."
+            )
         #: The number of steps taken, including skipped steps.
         self.steps = int(counts.get("step", 0))
-        self._blocks, self._interrupted = blocks, False
-        leaves = [leaf for block in blocks for leaf in block.leaves]
-        devices = {device for leaf in leaves for device in leaf.abstract.sharding.device_set}
+        self._blocks, self._max_skipped = blocks, max_skipped
+        self._trained = [block for block in blocks if block.trains]
+        shardings = [x.weight.sharding for block in blocks for x in block.shapes]
+        devices = {device for sharding in shardings for device in sharding.device_set}
         check_gpus(devices)
         self._processes = sorted({device.process_index for device in devices})
-        # Last: a failed constructor must not leak a thread.
-        self._host = Host(
-            blocks,
-            AdamScalars(0.0, b1, b2, 1 - b1, 1 - b2, eps, weight_decay),
-            HostAdam(host_kernel, threads),
-            at_once=at_once,
-            max_grad_norm=max_grad_norm,
-            max_skipped=max_skipped,
-            counts=counts,
-        )
+        self._failure: BaseException | None = None
+        self._closed = False
+        # Steps and verdicts that were not read yet.
+        self._verdicts: deque[tuple[int, jax.Array]] = deque()
+        self._skipped, self._step_s = int(counts.get("skipped", 0)), 0.0
+        # A huge outer leaf does not count; it is updated when nothing else is in flight.
+        largest = max((x.nbytes for block in blocks[1:] for x in block.bundles), default=0)
+        in_flight = _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes
+        kind = DuringBackward if at_once else AfterBackward
+        self._updates = kind(blocks, Judge(max_grad_norm, compiler_options), in_flight)
+        sizes = [block.trains * sum(x.weight.size for x in block.shapes) for block in blocks]
         self._dispatcher = Dispatcher(
             (first, layers, last),
             blocks,
-            weights,
-            self._host,
-            learning_rate if callable(learning_rate) else lambda _: learning_rate,
+            self._updates,
+            new_progress(sizes, counts, _everywhere(shardings)),
             inputs_to_host=inputs == "host",
             options=compiler_options,
         )
 
     @property
     def stats(self) -> EngineStats:
-        """Returns counts, seconds and bytes so far."""
+        """Returns counts, seconds and bytes so far.
+
+        Bytes moved are those of one device; `pinned_bytes` are between steps, of this process.
+        `skipped_steps` are among the steps whose verdict was read: all but the last.
+        """
         return EngineStats(
             steps=self.steps,
-            skipped_steps=self._host.skipped,
-            bytes_to_host=self._dispatcher.bytes_to_host,
-            bytes_to_device=self._dispatcher.bytes_to_device,
-            host_bytes=sum(block.nbytes for block in self._blocks),
-            **self._host.recorder.seconds(),
+            skipped_steps=self._skipped,
+            bytes_to_host=self._dispatcher.bytes_to_host + self._updates.bytes_to_host,
+            bytes_to_device=self._dispatcher.bytes_to_device + self._updates.bytes_to_device,
+            pinned_bytes=sum(bytes_at_rest(self._blocks).values()),
+            exchange_s=self._step_s,
+            wait_s=self._dispatcher.wait_s,
         )
 
     @property
-    def skipped(self) -> int:
-        """Returns the number of skipped steps, after waiting for the decision on the last step."""
-        self._dispatcher.wait_for_decision()
-        return self._host.skipped
-
-    @property
-    def timeline(self) -> Timeline:
-        """Returns the timeline of the last few steps, which is always recorded."""
-        return self._host.recorder.timeline()
+    def skipped(self) -> jax.Array:
+        """Returns the number of skipped steps, as an array that is not waited for."""
+        return self._dispatcher.progress.skipped
 
     def step(self, *batches: Any) -> jax.Array:
         """Takes one step, and returns its loss without waiting for it.
@@ -197,31 +216,37 @@ class Trainer:
             A float32 scalar: the weighted mean loss of the micro-batches.
 
         Raises:
-            RuntimeError: If the trainer is closed, was interrupted, or an update has failed.
-            FloatingPointError: If `max_skipped` consecutive steps were skipped; or, with
-                updates="during_backward", if a gradient was not finite.
+            RuntimeError: If the trainer is closed or was interrupted.
+            FloatingPointError: If, before this step, `max_skipped` consecutive steps were skipped,
+                or an update was not finite; or, with updates="during_backward", a gradient.
         """
         if not batches:
             raise TypeError("`step` needs a batch. Pass a batch, or several micro-batches.")
         self._check()
-        if not any(block.trains for block in self._blocks):
+        if not self._trained:
             raise ValueError("`frozen` covers all weights, so nothing is left to train.")
         program, *more = map(self._dispatcher.program, batches)
         if any(other is not program for other in more):
             raise ValueError("Micro-batches must have the same shapes and dtypes. Pad them.")
-        start, self._interrupted = time.perf_counter(), True
+        start = time.perf_counter()
         try:
-            self.steps += 1
-            loss = self._dispatcher.step(self.steps, program, batches)
+            loss, verdict = self._dispatcher.step(program, batches)
         except BaseException as error:
+            self._failure = RuntimeError(
+                f"A step failed or was interrupted ({error!r}), so possibly only some weights were "
+                "updated. Resume from the last checkpoint."
+            )
             if "RESOURCE_EXHAUSTED" in str(error):
                 error.add_note(
                     "The device's memory is full. Pass fewer examples at a time, as micro-batches; "
-                    'use inputs="host"; or divide large layers into several.'
+                    'use inputs="host"; divide large layers into several; or use less '
+                    "`in_flight_bytes`."
                 )
             raise
-        self._interrupted = False
-        self._host.recorder.called("calls", self.steps, start)
+        self.steps += 1
+        self._verdicts.append((self.steps, verdict))
+        self._read_verdicts(1)
+        self._step_s += time.perf_counter() - start
         return loss
 
     def evaluate(self, batch: Any, last: Callable[[Any, Any, Any], Any] | None = None) -> Any:
@@ -236,131 +261,118 @@ class Trainer:
     def params(self) -> dict[str, Any]:
         """Returns the weights after the last step, in the structure of the constructor's `params`.
 
-        The arrays are in pinned host memory, and never change. Waits for pending updates.
+        The arrays never change. Large ones are in pinned host memory. Waits for the last step.
         """
         self.wait()
-        outer, *layers = map(self._dispatcher.tree, range(len(self._blocks)))
+        outer, *layers = (x.treedef.unflatten(x.weights()) for x in self._blocks)
         return {"outer": outer, "layers": layers}
 
     def master_params(self, name: int | str) -> Any:
-        """Copies the float32 weights of a layer, by its number, or "outer" for the outer weights.
+        """Makes the float32 weights of a layer, by its number, or "outer" for the outer weights.
 
         Returns a tree of float32 arrays in pinned host memory, or frozen weights as they are.
         """
-        _check_names({name}, len(self._blocks) - 1)
+        check_names({name}, len(self._blocks) - 1)
         self.wait()
-        i = 0 if name == "outer" else int(name) + 1
-        return self._blocks[i].masters() if self._blocks[i].trains else self._dispatcher.tree(i)
+        block = self._blocks[0 if name == "outer" else int(name) + 1]
+        if not block.trains:
+            return block.treedef.unflatten(block.weights())
+        masters = []
+        for bundle in block.bundles:  # a few leaves on the device at a time
+            arrays = large_moved(block.arrays(bundle), bundle.large, "device")
+            made = self._updater.masters(bundle.shapes)(arrays)
+            masters += jax.block_until_ready(moved(made, HOST))
+        return block.treedef.unflatten(masters)
 
     def state(self) -> dict[str, Any]:
-        """Copies the state for a checkpoint: 12 bytes per trained parameter, as NumPy arrays.
+        """Copies the state for a checkpoint into NumPy arrays: weights, masters' rests, optimizer.
 
         Pass it to a new trainer as `state`. It contains all weights except frozen weights. With
         orbax, `EngineSave(trainer)` saves the same state without a copy, from all processes.
         """
         return self.stream(0).tree()
 
-    def stream(self, copy_bytes: int | None = None) -> BlockStream:
+    def stream(self, copy_bytes: int | None = None) -> TrainerStream:
         """Returns the state as a stream that `EngineSave` writes while the run continues.
 
-        Write or close the stream, otherwise the run waits forever. `copy_bytes` is as in
-        `EngineSave`, but None means no copies.
+        Until an array is written, an update that replaces it keeps the old one, up to `copy_bytes`
+        in all; then the run waits for the writing. None means one byte for each trained parameter.
+        Write or close the stream, otherwise the run may wait forever.
         """
         self.wait()
-        counts = {
-            "step": np.array(self.steps, np.int32),
-            "token": np.array(self._host.counted, np.int32),
-            "counted": np.array(self._host.counted, np.int32),
-            "shares": self._host.shares.copy(),
-            "names": _checksum_of_names(self._blocks),
-        }
-        trained = [block for block in self._blocks if block.trains]
-        return BlockStream(trained, self._host.snapshot(copy_bytes or 0), counts, self._processes)
+        progress = self._dispatcher.progress
+        counts = {name: np.array(x) for name, x in progress._asdict().items()}
+        counts |= {"step": np.array(self.steps, np.int32), "names": self._names}
+        counts["token"] = counts["counted"]
+        shapes = [leaf for block in self._trained for leaf in block.shapes]
+        if copy_bytes is None:
+            copy_bytes = sum(leaf.weight.size for leaf in shapes)
+        snapshot = new_snapshot(self._trained, copy_bytes)
+        running = [x for x in self._updates.snapshots if not x.done]
+        self._updates.snapshots = [*running, snapshot]
+        return TrainerStream(shapes, snapshot, counts, self._processes)
 
     def wait(self) -> None:
-        """Waits for the last step's updates, and raises their errors."""
+        """Waits for the last step, and raises its errors."""
         self._check()
-        self._dispatcher.wait()
+        self._read_verdicts(0)
+        jax.block_until_ready([x.weights() for x in self._trained])
 
     def close(self) -> None:
-        """Ends the threads; drops updates that have not begun. Safe to call twice."""
-        self._host.close()
-        self._dispatcher.watch.close()
+        """Frees the weights and the state; the trainer rejects later calls. Safe to call twice."""
+        self._closed = True
+        for block in self._blocks:
+            block.leaves.clear()
 
     def __enter__(self) -> "Trainer":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None and not self._host.closed:
-            self.wait()
-        self.close()
+        try:
+            if error is None and not self._closed:
+                self.wait()
+        finally:
+            self.close()
 
     def _check(self) -> None:
-        self._host.check()
-        if self._interrupted:
-            raise RuntimeError(
-                "The last step was interrupted, so possibly only some weights were updated. Resume "
-                "from the last checkpoint."
+        if self._closed:
+            raise RuntimeError("The trainer is closed. Make a new trainer from its saved state.")
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure)) from self._failure
+
+    def _read_verdicts(self, unread: int) -> None:
+        """Reads all verdicts but the last few, and raises an error if a step ends the run."""
+        while len(self._verdicts) > unread:
+            step, verdict = self._verdicts[0]
+            self._skipped, in_a_row, report = map(int, np.asarray(verdict))
+            self._verdicts.popleft()  # after the wait, which may be interrupted
+            try:
+                if report:
+                    raise FloatingPointError(self._explained(report, step))
+                if in_a_row:
+                    check_skipped_steps(in_a_row, step, self._max_skipped)
+            except FloatingPointError as error:
+                self._failure = error
+                raise
+
+    def _explained(self, report: int, step: int) -> str:
+        if report < 0:
+            return (
+                f"The gradient of {self._blocks[-1 - report].name} is not finite in step {step}, "
+                "which has already updated other weights. Resume from the last checkpoint, with "
+                'updates="after_backward", which skips such steps.'
             )
-
-
-def _make_blocks(
-    params: Any,
-    frozen: Collection[int | str],
-    mask: Callable[[Any], Any] | None,
-    compact: bool,
-    state: Mapping[str, Any] | None,
-    *,
-    at_once: bool,
-) -> tuple[Sequence[Block], Sequence[list[jax.Array]]]:
-    """Makes all blocks and their weights in host memory, one block at a time."""
-    if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
-        raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
-    if isinstance(params["layers"], Mapping):
-        raise TypeError('`params["layers"]` is a mapping. Pass a list with one tree per layer.')
-    saved = None if state is None else saved_leaves(state)
-    options: dict[str, Any] = {"mask": mask, "compact": compact, "saved": saved}
-    made = [make_block("outer", params["outer"], trains="outer" not in frozen, **options)]
-    for i, tree in enumerate(params["layers"]):
-        made.append(make_block(f"layers.{i}", tree, trains=i not in frozen, **options))
-        # Checked after every layer, so that this error is raised before jax's own error.
-        _check_pinned([block for block, _ in made], at_once=at_once)
-    if len(made) == 1:
-        raise ValueError(
-            '`params["layers"]` has no layers. Pass at least one; an iterator works only once.'
-        )
-    blocks, weights = zip(*made, strict=True)
-    _check_names(frozen, len(blocks) - 1)
-    if state is not None and state["counts"]["names"] != _checksum_of_names(blocks):
-        raise UnfitRunError(
-            "`state` has different weights, by name, or different frozen layers. Resume with the "
-            "saved run's model and `frozen`."
-        )
-    return blocks, weights
-
-
-def _checksum_of_names(blocks: Sequence[Block]) -> np.ndarray:
-    """Returns a checksum of the trained weights' names; equal shapes prove too little."""
-    leaves = (leaf for block in blocks if block.trains for leaf in block.leaves)
-    # flax nnx adds the suffix, or not, to the same parameter.
-    names = "\n".join(leaf.path.removesuffix(".value") for leaf in leaves)
-    return np.array(zlib.crc32(names.encode()), np.uint32)
-
-
-def _check_names(names: Collection[int | str], layers: int) -> None:
-    if unknown := set(names) - {"outer", *range(layers)}:
-        raise ValueError(
-            f"There is no layer {sorted(map(str, unknown))}: the layers are 0 to {layers - 1}. Use "
-            'these numbers, and "outer" for the outer weights.'
+        paths = [names[0] for block in self._trained for names in block.names]
+        return (
+            f"The optimizer's update of {paths[report - 1]} is not finite in step {step}, though "
+            "its gradient is. Look for NaN in the learning rate's schedule, and resume from the "
+            "last checkpoint."
         )
 
 
-def _check_pinned(blocks: Sequence[Block], *, at_once: bool) -> None:
-    """Rejects weights and gradients that exceed a GPU's pinned-memory limit."""
-    weights: dict[Any, list[int]] = {}
-    for block in blocks:
-        for device, size in block.device_bytes().items():
-            weights.setdefault(device, []).append(size)
-    for device, sizes in weights.items():
-        in_flight = sorted(sizes)[-AHEAD - 1 :] if at_once else sizes
-        check_pinned({"weights": sum(sizes), "gradients": sum(in_flight)}, device.platform)
+def _everywhere(shardings: Sequence[jax.sharding.Sharding]) -> jax.sharding.Sharding:
+    """Returns the sharding of scalars."""
+    sharding = shardings[0]
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return sharding

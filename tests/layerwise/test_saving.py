@@ -1,0 +1,133 @@
+"""A resumed run is bit-identical; damaged or unfit states are refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import zenflow_jax
+from tests.layerwise.small_model import BATCHES, LAYERS, MODEL, check_equal, masters_of, new_params
+from zenflow_jax import layerwise
+from zenflow_jax.layerwise import _optimizer
+from zenflow_jax.planning import UnfitRunError
+
+# Users' models promote dtypes by jax's default rules.
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
+
+ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0, 7))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "small_bytes", "updates", "by"),
+    [
+        (jnp.bfloat16, 0, "during_backward", "orbax"),
+        (jnp.bfloat16, 64 * 1024, "after_backward", "orbax"),
+        (jnp.float16, 0, "after_backward", "state"),
+        (jnp.float32, 0, "during_backward", "state"),
+    ],
+)
+def test_a_resumed_run_is_bit_identical(tmp_path, monkeypatch, dtype, small_bytes, updates, by):
+    monkeypatch.setattr(_optimizer, "SMALL_BYTES", small_bytes)
+    options = {**MODEL, "optimizer": ADAMW, "updates": updates, "max_grad_norm": 0.5}
+    manager = ocp.CheckpointManager(tmp_path)
+    with layerwise.Trainer(new_params(dtype), **options) as trainer, manager:
+        for batch in BATCHES[:3]:
+            trainer.step(batch)
+        if by == "state":
+            saved = trainer.state()
+        else:
+            manager.save(3, args=zenflow_jax.EngineSave(trainer, copy_bytes=0))
+        for batch in BATCHES[3:]:  # while orbax writes
+            trainer.step(batch)
+        expected = masters_of(trainer)
+        manager.wait_until_finished()
+        if by == "orbax":
+            saved = manager.restore(3, args=zenflow_jax.EngineRestore())
+        with layerwise.Trainer(new_params(dtype), **options, state=saved) as resumed:
+            assert resumed.steps == 3
+            for batch in BATCHES[3:]:
+                resumed.step(batch)
+            check_equal(masters_of(resumed), expected)
+
+
+def test_a_save_has_the_arrays_of_its_moment_though_all_of_them_are_replaced(tmp_path):
+    with layerwise.Trainer(new_params(), **MODEL, optimizer=ADAMW) as trainer:
+        trainer.step(BATCHES[0])
+        expected, stream = trainer.state(), trainer.stream(10**9)
+        trainer.step(BATCHES[1])
+        trainer.wait()
+        stream.write(tmp_path)
+    ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()).close()
+    got = zenflow_jax.EngineCheckpointHandler().restore(tmp_path)
+    check_equal(jax.tree.map(np.asarray, got["leaves"]), expected["leaves"])
+
+
+def test_leaves_with_one_path_and_empty_leaves_are_saved_by_their_position(tmp_path):
+    draw = np.random.default_rng(0).normal
+    params = {
+        "outer": {"a": {"b": draw(size=(4, 4))}, "a.b": draw(size=(4, 4)), "none": np.ones((0, 3))},
+        "layers": [draw(size=(4, 4))],
+    }
+    params = jax.tree.map(np.float32, params)
+    options = {
+        "first": lambda outer, x: (x, None),
+        "layer": lambda w, x, _: x @ w,
+        "last": lambda outer, x, _: jnp.mean((x @ (outer["a"]["b"] - 2 * outer["a.b"])) ** 2),
+        "optimizer": ADAMW,
+    }
+    x = np.ones((2, 4), np.float32)
+    with layerwise.Trainer(params, **options) as trainer:
+        trainer.step(x)
+        trainer.stream().write(tmp_path)
+        trainer.step(x)
+        expected = trainer.params()
+    state = zenflow_jax.EngineCheckpointHandler().restore(tmp_path)
+    with layerwise.Trainer(params, **options, state=state) as trainer:
+        trainer.step(x)
+        check_equal(trainer.params(), expected)
+
+
+def test_a_damaged_file_is_refused_by_the_name_of_the_leaf(tmp_path):
+    with layerwise.Trainer(new_params(), **MODEL, optimizer=ADAMW) as trainer:
+        trainer.step(BATCHES[0])
+        trainer.stream().write(tmp_path)
+        up = np.asarray(trainer.params()["layers"][2]["up"])
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    content[content.index(up.tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    state = zenflow_jax.EngineCheckpointHandler().restore(tmp_path)
+    with pytest.raises(ValueError, match=r"weight of layers\.2\.up is damaged"):
+        layerwise.Trainer(new_params(), **MODEL, optimizer=ADAMW, state=state)
+
+
+def test_a_state_fits_only_the_same_weights_optimizer_and_frozen_layers():
+    with layerwise.Trainer(new_params(), **MODEL, optimizer=ADAMW, frozen=[0]) as trainer:
+        state = trainer.state()
+        for name in (-1, LAYERS):
+            with pytest.raises(ValueError, match=f"There is no layer .'{name}'.: .* 0 to 3"):
+                trainer.master_params(name)
+
+    def resumed(params=None, optimizer=ADAMW, frozen=(0,), state=state):
+        params = params or new_params()
+        layerwise.Trainer(params, **MODEL, optimizer=optimizer, frozen=frozen, state=state)
+
+    resumed()
+    for frozen in ([1], [0, 1], []):
+        with pytest.raises(UnfitRunError, match="and `frozen`"):
+            resumed(frozen=frozen)
+    params = new_params()
+    params["layers"] = [{f"new_{name}": x for name, x in w.items()} for w in params["layers"]]
+    with pytest.raises(UnfitRunError, match="different weights, by name"):
+        resumed(params)
+    for optimizer in (optax.sgd(0.1), optax.adamw(0.1, mu_dtype=jnp.bfloat16)):
+        with pytest.raises(UnfitRunError, match="or its optimizer state has other shapes"):
+            resumed(optimizer=optimizer)
+    same_shapes = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda n: -0.1))
+    with pytest.raises(UnfitRunError, match="another optimizer"):
+        resumed(optimizer=same_shapes)
+    for change, text in (("layout", "of this version"), ("counts", "lacks 'counts'")):
+        with pytest.raises(UnfitRunError, match=text):
+            resumed(state={name: x for name, x in state.items() if name != change})

@@ -1,0 +1,234 @@
+"""An optimizer's update on the device, for one leaf at a time.
+
+A leaf's float32 master is its weight and, if the weight is not float32, `rest`: the other 16 bits
+of a bfloat16 weight, or the master of a float16 weight. The optimizer sees the tree of the leaf's
+block (a layer, or the outer weights) with None in place of all other leaves, which jax takes for
+empty subtrees. So masks and label functions work as for a whole tree.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+#: The dtype of `rest` for each dtype of a weight.
+_REST = {np.dtype(jnp.bfloat16): jnp.int16, np.dtype(jnp.float16): jnp.float32}
+#: Smaller arrays stay on the device, because copies of any size take about as long.
+SMALL_BYTES = 64 * 1024
+
+
+class Control(NamedTuple):
+    """The scalars of a step that its updates read; they never leave the device."""
+
+    factor: Any  # the clipping factor
+    counts: Any  # bool: whether the step counts; otherwise updates change nothing
+    # int32: 0; or 1 + the first leaf whose update is not finite; or -1 - the first block whose
+    # gradient is not finite
+    report: Any
+
+
+class Parts(NamedTuple):
+    """A trained leaf: its weight, and the arrays that only updates read."""
+
+    weight: Any
+    others: tuple[Any, ...]  # `rest`, if any, and the leaves of the optimizer's state
+
+
+def flat(parts: Sequence[Parts]) -> list[Any]:
+    """Returns the arrays of some leaves: first their weights, then their other arrays."""
+    return [x.weight for x in parts] + others(parts)
+
+
+def unflat(arrays: Sequence[Any], shapes: Sequence[Parts]) -> list[Parts]:
+    """Undoes `flat`, for leaves of these shapes."""
+    left = iter(arrays[len(shapes) :])
+    leaves = zip(arrays, shapes, strict=False)
+    return [Parts(x, tuple(next(left) for _ in shape.others)) for x, shape in leaves]
+
+
+def others(parts: Sequence[Parts]) -> list[Any]:
+    return [x for leaf in parts for x in leaf.others]
+
+
+def is_large(x: Any) -> bool:
+    """Returns whether an array waits in host memory between its uses."""
+    return math.prod(x.shape) * x.dtype.itemsize >= SMALL_BYTES
+
+
+class Updater:
+    """The programs that make and update leaves, cached by the leaves' `places` in a block."""
+
+    def __init__(self, optimizer: optax.GradientTransformation, options: dict[str, Any] | None):
+        self._optimizer, self._options = optimizer, options
+        self._programs: dict[Any, Any] = {}
+        self._states: dict[Any, Any] = {}
+
+    def shapes(self, treedef: Any, place: int, leaf: Any) -> Parts:
+        """Returns the shapes of a leaf's arrays, with shardings on the devices of `leaf`."""
+        state = jax.tree.leaves(self._state(treedef, place, leaf))
+        rest = _REST.get(np.dtype(leaf.dtype))
+        shapes = [] if rest is None else [jax.ShapeDtypeStruct(leaf.shape, rest)]
+        return Parts(leaf, tuple(_placed(x, leaf) for x in (*shapes, *state)))
+
+    def names(self, treedef: Any, place: int, leaf: Any) -> list[str]:
+        """Returns the names of the arrays in a leaf's state, which identify the optimizer."""
+        pairs, _ = jax.tree_util.tree_flatten_with_path(self._state(treedef, place, leaf))
+        return [jax.tree_util.keystr(path) for path, _ in pairs]
+
+    def _state(self, treedef: Any, place: int, leaf: Any) -> Any:
+        """Returns the shapes of a leaf's optimizer state, as the optimizer's tree."""
+        key = treedef, place, leaf.shape
+        if key not in self._states:
+            master = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+            tree = alone(treedef, place, master)
+            self._states[key] = jax.eval_shape(self._optimizer.init, tree)
+        return self._states[key]
+
+    def init(self, treedef: Any, places: tuple[int, ...], shapes: Sequence[Parts]) -> Callable:
+        """Returns a program that makes leaves from weights: (weights) -> `flat` arrays."""
+
+        def init(weights: Sequence[Any]) -> list[Any]:
+            leaves = zip(places, weights, shapes, strict=True)
+            return flat([self._made(treedef, *leaf) for leaf in leaves])
+
+        return self._jitted(init, (treedef, places), shapes, list)
+
+    def update(self, treedef: Any, places: tuple[int, ...], shapes: Sequence[Parts]) -> Callable:
+        """Returns a program that updates leaves.
+
+        (moving, staying, gradients, control, number) -> moving, staying, report. `moving` contains
+        the large ones of the leaves' `flat` arrays, whose memory the program reuses, and `staying`
+        all others. `number` is the first leaf's.
+        """
+        large = [is_large(x) for x in flat(shapes)]
+
+        def update(moving: Any, staying: Any, g: Any, control: Control, number: Any) -> Any:
+            old = join(moving, staying, large)
+            leaves = zip(places, unflat(old, shapes), g, strict=True)
+            new = flat([self._updated(treedef, *x, control.factor) for x in leaves])
+            kept = [jnp.where(control.counts, *x) for x in zip(new, old, strict=True)]
+            report = control.report
+            # Of the weights, because a check of the update would keep it in a float32 array.
+            for n, weight in enumerate(kept[: len(places)]):
+                is_first = control.counts & (report == 0) & ~jnp.all(jnp.isfinite(weight))
+                report = jnp.where(is_first, number + (1 + n), report)
+            return *divide(kept, large), report
+
+        def results(shardings: Sequence[Any]) -> Any:
+            return *divide(shardings, large), None
+
+        return self._jitted(update, (treedef, places), shapes, results, donate_argnums=0)
+
+    def masters(self, shapes: Sequence[Parts]) -> Callable:
+        """Returns a program that makes leaves' masters: (`flat` arrays) -> float32 arrays."""
+
+        def masters(arrays: Sequence[Any]) -> list[Any]:
+            return [jnp.copy(_master(leaf)) for leaf in unflat(arrays, shapes)]
+
+        return self._jitted(masters, (), shapes, lambda x: list(x[: len(shapes)]))
+
+    def _jitted(
+        self,
+        function: Callable,
+        key: Any,
+        shapes: Sequence[Parts],
+        results: Callable[[Sequence[Any]], Any],
+        **options: Any,
+    ) -> Callable:
+        """Returns a program whose results have these shardings, from those of all arrays."""
+        signature = function.__name__, key, tuple(shapes)
+        if signature not in self._programs:
+            shardings = results([x.sharding for x in flat(shapes)])
+            options |= {"out_shardings": shardings, "compiler_options": self._options}
+            self._programs[signature] = jax.jit(function, **options)
+        return self._programs[signature]
+
+    def _made(self, treedef: Any, place: int, weight: Any, shape: Parts) -> Parts:
+        new = jnp.copy(weight)  # otherwise the result would be the caller's array
+        if not shape.others:  # frozen, or an optimizer without state
+            return Parts(new, ())
+        master = weight.astype(jnp.float32)
+        state = self._optimizer.init(alone(treedef, place, master))
+        return Parts(new, (*_rest(master, weight), *jax.tree.leaves(state)))
+
+    def _updated(self, treedef: Any, place: int, leaf: Parts, gradient: Any, factor: Any) -> Parts:
+        params = alone(treedef, place, _master(leaf))
+        structure = jax.tree.structure(self._state(treedef, place, leaf.weight))
+        state = structure.unflatten(leaf.others[-structure.num_leaves or len(leaf.others) :])
+        g = alone(treedef, place, gradient.astype(jnp.float32) * factor)
+        change, state = self._optimizer.update(g, state, params)
+        (master,) = jax.tree.leaves(optax.apply_updates(params, change))
+        weight = _rounded(master, leaf.weight.dtype)
+        return Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))
+
+
+def alone(treedef: Any, place: int, x: Any) -> Any:
+    """Returns a block's tree with one leaf, and None in place of all other leaves."""
+    return treedef.unflatten([x if i == place else None for i in range(treedef.num_leaves)])
+
+
+def divide(arrays: Sequence[Any], large: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Returns the large arrays, and all others."""
+    pairs = [*zip(arrays, large, strict=True)]
+    return [x for x, is_large in pairs if is_large], [x for x, is_large in pairs if not is_large]
+
+
+def join(moving: Sequence[Any], staying: Sequence[Any], large: Sequence[bool]) -> list[Any]:
+    """Undoes `divide`."""
+    moving_left, staying_left = iter(moving), iter(staying)
+    return [next(moving_left if is_large else staying_left) for is_large in large]
+
+
+def _rounded(master: Any, dtype: Any) -> Any:
+    if dtype == jnp.bfloat16:
+        # XLA:GPU drops a cast to bfloat16 and back, after which `rest` would be zero.
+        master = jax.lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7)
+    return master.astype(dtype)
+
+
+def _rest(master: Any, weight: Any) -> tuple[Any, ...]:
+    """Returns the rest of a master beside its weight.
+
+    A bfloat16 number is the upper 16 bits of a float32 number, so the rest is a difference of bits.
+    It is exact but for masters halfway between two weights, one in 131,072 numbers: 32768 is not
+    an int16, so they move by one float32 unit.
+    """
+    if weight.dtype == jnp.float32:
+        return ()
+    if weight.dtype != jnp.bfloat16:
+        return (master,)
+    rest = _bits(master) - _bits(weight.astype(jnp.float32))
+    return (jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16),)
+
+
+def _master(leaf: Parts) -> Any:
+    if leaf.weight.dtype == jnp.float32:
+        return leaf.weight
+    if leaf.weight.dtype != jnp.bfloat16:
+        return leaf.others[0]
+    bits = _bits(leaf.weight.astype(jnp.float32)) + leaf.others[0].astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _bits(x: Any) -> Any:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _placed(x: Any, leaf: Any) -> Any:
+    """Returns an array's shape with the leaf's sharding, on each axis that it divides evenly."""
+    sharding = leaf.sharding
+    if x.shape != leaf.shape and isinstance(sharding, NamedSharding):
+        spec: list[Any] = []
+        if len(x.shape) == len(leaf.shape):
+            shards, spec = sharding.shard_shape(leaf.shape), [None] * len(leaf.shape)
+            for i, axis in enumerate(sharding.spec):
+                spec[i] = (
+                    axis if x.shape[i] % max(leaf.shape[i] // max(shards[i], 1), 1) == 0 else None
+                )
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -1,0 +1,105 @@
+"""Decides on the device which steps count, and by how much their gradients are clipped.
+
+Python reads a step's verdict only after the next step, so the device never waits for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zenflow_jax._device.memory import put_everywhere
+from zenflow_jax.layerwise._optimizer import Control
+
+#: The weight of older steps in the running mean of a block's share of the squared norm.
+_MEMORY = 0.9
+
+
+class Progress(NamedTuple):
+    """Counts over all steps, and each block's usual share of a squared gradient norm."""
+
+    counted: Any
+    skipped: Any
+    in_a_row: Any  # steps skipped since the last step that counted
+    shares: Any  # float32, zero for frozen blocks
+
+
+class SoFar(NamedTuple):
+    """The blocks of a step whose gradients are known."""
+
+    squares: Any
+    share: Any
+
+
+def new_progress(sizes: Sequence[int], saved: Mapping[str, Any], everywhere: Any) -> Progress:
+    """Returns a run's first progress, on all devices, from its blocks' sizes or saved counts."""
+    shares = np.array(sizes, np.float32) / max(sum(sizes), 1)
+    values = [
+        *(np.array(saved.get(name, 0), np.int32) for name in Progress._fields[:3]),
+        np.asarray(saved.get("shares", shares), np.float32),
+    ]
+    return Progress(*(put_everywhere(x, x.shape, everywhere) for x in values))
+
+
+class Judge:
+    """The programs for a step's decisions; all arguments and results stay on the device."""
+
+    def __init__(self, max_grad_norm: float | None, options: dict[str, Any] | None):
+        jit: Any = partial(jax.jit, compiler_options=options)
+
+        def factor_of(squares: Any) -> Any:
+            if max_grad_norm is None:
+                return jnp.float32(1)
+            return jnp.minimum(1, max_grad_norm / jnp.maximum(jnp.sqrt(squares), max_grad_norm))
+
+        @jit
+        def begin(loss: Any) -> tuple[Control, SoFar]:
+            control = Control(jnp.float32(1), jnp.isfinite(loss), jnp.int32(0))
+            return control, SoFar(jnp.float32(0), jnp.float32(0))
+
+        @jit
+        def project(
+            control: Control, so_far: SoFar, shares: Any, squares: Any, block: Any
+        ) -> tuple[Control, SoFar]:
+            so_far = SoFar(so_far.squares + squares, so_far.share + shares[block])
+            is_first = control.counts & ~jnp.isfinite(squares) & (control.report == 0)
+            report = jnp.where(is_first, -1 - block, control.report)
+            factor = factor_of(so_far.squares / jnp.maximum(so_far.share, 1e-6))
+            return Control(factor, control.counts, report), so_far
+
+        @jit
+        def decide(all_squares: Sequence[Any]) -> Control:
+            total = sum(all_squares, jnp.float32(0))
+            return Control(factor_of(total), jnp.isfinite(total), jnp.int32(0))
+
+        @jit
+        def conclude(
+            progress: Progress, control: Control, squares: Mapping[int, Any]
+        ) -> tuple[Progress, Any]:
+            counts = control.counts.astype(jnp.int32)
+            in_a_row = (progress.in_a_row + 1) * (1 - counts)
+            shares = progress.shares
+            if squares:
+                values = [squares.get(i, jnp.float32(0)) for i in range(shares.size)]
+                new = jnp.stack(values) / sum(values)
+                shares = jnp.where(
+                    control.counts & jnp.all(jnp.isfinite(new)),
+                    _MEMORY * shares + (1 - _MEMORY) * new,
+                    shares,
+                )
+            skipped = progress.skipped + 1 - counts
+            new_progress = Progress(progress.counted + counts, skipped, in_a_row, shares)
+            return new_progress, jnp.stack([skipped, in_a_row, control.report])
+
+        #: For updates during the backward pass: (loss) -> the step's first control.
+        self.begin = begin
+        #: The control for a block's updates, from the squared norm that is projected from the
+        #: blocks so far: their sum divided by the share that they had in earlier steps.
+        self.project = project
+        #: For updates after the backward pass: the exact control, from all blocks' squares.
+        self.decide = decide
+        #: Ends a step: new progress, and a verdict (skipped, skipped in a row, report).
+        self.conclude = conclude
