@@ -41,7 +41,7 @@ class HostEngine:
     one thread may call an engine.
 
     An engine needs 12 bytes of host memory per deferred parameter (6.1875 with compact moments) and
-    pinned memory for a few steps' mail. A ready update waits on the device. `planning` computes both.
+    pinned memory for a few steps' mail. A ready update waits on the device. `planning` has both.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
