@@ -30,7 +30,7 @@ from train import Failure
 from train.checkpoints.compatibility import MODEL_SETTINGS, description_of_model
 from train.checkpoints.reading import SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
-from train.cli.settings import Settings, SettingsError, OptimizerSettings, task_name
+from train.cli.settings import OptimizerSettings, Settings, SettingsError, task_name
 from train.distributed import processes
 from train.distributed.stopping import Stopped, StopRequest
 from train.huggingface.chat_template import TEMPLATE
