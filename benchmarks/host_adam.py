@@ -161,7 +161,7 @@ def stream_window(p, rest, m, v, g, h, j, k, zero):
 
 
 def add_zenflow(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
-    step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, None)
+    step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, False)
     n = x.p.shape[2]
     flip = (1, n, WIDTH, 1)  # the same memory, viewed as rows of channels
     everything = np.ones((1, n), bool)

@@ -117,7 +117,6 @@ class Saver:
             shares=progress.shares,
             fingerprints=fingerprints,
             counted=[window.counted for window in host.open],
-            scalars=host.scalars,
             windows=host.windows,
             skipped=self._worker.stats.skipped_steps,
         )

@@ -17,7 +17,7 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, Sums
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.scalars import AdamScalars, WindowStep, no_scalars, window_step
+from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
 from zenflow_jax._spec.schedule import Schedule
 
 #: The maximum number of mails to keep. An update frees the closed window's mails leaf by leaf while
@@ -202,7 +202,7 @@ class HostState:
         self._closed: list[ClosedWindow] = []  # windows waiting for their updates
         self._overflowed = False  # whether gradients ever exceeded the limit, so sums are reused
         # A window uses its last step's hyperparameters, even if that step was skipped.
-        self.scalars = no_scalars(())  # for each learning rate
+        self.scalars: Sequence[AdamScalars] = ()  # for each learning rate
         self.before_write: Callable[[int], None] = lambda i: None
 
     @property
@@ -291,14 +291,15 @@ class HostState:
 
     def close_window(self, group: int) -> ClosedWindow:
         """Ends a group's open window."""
+        assert self.scalars, "no mail has arrived"
         self.windows += 1
         window = self.open[group]
         counted = window.counted
-        leaves, scalars = {i: self.leaves[i] for i in window.leaves}, self.scalars.tolist()
+        leaves = {i: self.leaves[i] for i in window.leaves}
         closed = ClosedWindow(
             number=self.windows,
             counted=counted,
-            steps=[window_step(AdamScalars(*x), max(counted, 1), self._scaled) for x in scalars],
+            steps=[window_step(x, max(counted, 1), self._scaled) for x in self.scalars],
             leaves=window.leaves,
             gradients={i: x.open for i, x in leaves.items() if counted},
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
