@@ -125,6 +125,26 @@ def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
         check_close(trainer.params(), expected)
 
 
+def test_without_clipping_both_orders_of_updates_and_any_bytes_in_flight_give_the_same_bits(
+    nothing_is_small,
+):
+    results = []
+    for updates in ("after_backward", "during_backward"):
+        for in_flight_bytes in (None, 0, 10**9):
+            with layerwise.Trainer(
+                new_params(jnp.bfloat16),
+                **MODEL,
+                optimizer=optax.lion(1e-2),
+                updates=updates,
+                in_flight_bytes=in_flight_bytes,
+            ) as trainer:
+                for batch in BATCHES[:3]:
+                    trainer.step(batch)
+                results.append(masters_of(trainer))
+    for result in results[1:]:
+        check_equal(result, results[0])
+
+
 @pytest.mark.parametrize(("inputs", "memory"), [("device", "device"), ("host", "pinned_host")])
 def test_layer_inputs_are_kept_in_the_memory_that_inputs_names(inputs, memory, monkeypatch):
     keep, kept = Dispatcher._kept, []
