@@ -192,6 +192,8 @@ AFTER, WINDOW, UNCLIPPED = (
     (("max_grad_norm", 1.0), ("send_gradients", "per_window")),
     (),
 )
+
+
 #: Programs that copy only whole arrays to and from the host.
 def layer_update() -> Any:
     """Compiles AdamW's update of a bfloat16 leaf that waits in host memory."""

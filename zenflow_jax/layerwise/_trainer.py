@@ -100,7 +100,7 @@ class Trainer:
         ...     first=lambda outer, batch: (batch["x"], None),
         ...     layer=lambda w, x, _: x + jnp.tanh(x @ w),
         ...     last=lambda outer, x, batch: jnp.mean((x @ outer["head"] - batch["y"]) ** 2),
-        ...     optimizer=optax.adamw(1e-2),
+        ...     optimizer=optax.sgd(1e-2),
         ... )
         >>> batch = {"x": jnp.ones((2, 8)), "y": jnp.zeros((2, 3))}
         >>> with trainer:
