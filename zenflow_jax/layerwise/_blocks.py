@@ -171,12 +171,21 @@ def make_blocks(
         raise TypeError('`params["layers"]` is a mapping. Pass a list with one tree per layer.')
     if isinstance(frozen, str):
         raise TypeError(f"`frozen` is a string. Pass a list, such as [{frozen!r}].")
-    made = [maker.make("outer", params["outer"], trains="outer" not in frozen)]
+    made: list[Block] = []
+    pinned, gradients = Counter[Any](), Counter[Any]()
     numbers: Iterable[int] = getattr(params["layers"], "numbers", itertools.count())
-    for i, (number, tree) in enumerate(zip(numbers, params["layers"], strict=False)):
-        made.append(maker.make(f"layers.{number}", tree, trains=i not in frozen))
-        # Checked after every layer, so that this error is raised before jax's own error.
-        _check_pinned(made, at_once=at_once)
+    layers = enumerate(zip(numbers, params["layers"], strict=False))
+    named = ((i, f"layers.{number}", tree) for i, (number, tree) in layers)
+    for key, name, tree in itertools.chain([("outer", "outer", params["outer"])], named):
+        block = maker.make(name, tree, trains=key not in frozen)
+        made.append(block)
+        pinned.update(bytes_at_rest([block]))
+        if block.trains and not at_once:
+            gradients.update(_bytes_by_device([x.weight for x in block.shapes]))
+        # Checked after every block, so that this error is raised before jax's own error.
+        for device, size in pinned.items():
+            needs = {"weights and state": size, "gradients": gradients[device]}
+            check_pinned({k: x for k, x in needs.items() if x}, device.platform)
     if len(made) == 1:
         raise ValueError(
             '`params["layers"]` has no layers. Pass at least one; an iterator works only once.'
@@ -195,20 +204,14 @@ def check_names(names: Collection[int | str], layers: int) -> None:
 
 def bytes_at_rest(blocks: Sequence[Block]) -> Counter[Any]:
     """Returns the bytes in pinned host memory between steps, for each of this process's devices."""
+    return _bytes_by_device([x for block in blocks for x in flat(block.shapes)])
+
+
+def _bytes_by_device(shapes: Sequence[Any]) -> Counter[Any]:
     sizes = Counter[Any]()
-    for x in (x for block in blocks for x in flat(block.shapes) if is_large(x)):
+    for x in filter(is_large, shapes):
         sizes.update(dict.fromkeys(x.sharding.addressable_devices, bytes_here(x)))
     return sizes
-
-
-def _check_pinned(blocks: Sequence[Block], *, at_once: bool) -> None:
-    """Rejects arrays that exceed a GPU's pinned-memory limit."""
-    gradients = Counter[Any]()
-    for x in (leaf.weight for block in blocks if block.trains for leaf in block.shapes):
-        gradients.update(dict.fromkeys(x.sharding.addressable_devices, bytes_here(x)))
-    for device, size in bytes_at_rest(blocks).items():
-        needs = {"weights and state": size} | ({} if at_once else {"gradients": gradients[device]})
-        check_pinned(needs, device.platform)
 
 
 def _large_bytes(shapes: Sequence[Any]) -> int:
