@@ -31,8 +31,6 @@ VARIANTS = {
     "in turn, S = 4": [*_ZENFLOW, "4"],
     "in turn, S = 8": [*_ZENFLOW, "8"],
     "in turn, S = 16": [*_ZENFLOW, "16"],
-    "in turn, S = 8, summed on the device": [*_ZENFLOW, "8", "--send-gradients", "per_window"],
-    "in turn, S = 16, summed on the device": [*_ZENFLOW, "16", "--send-gradients", "per_window"],
 }
 
 

@@ -266,7 +266,6 @@ def one_device(shape: Shape) -> None:
         "zenflow(max_grad_norm=1), scanned": clipped(scanned=True),
         "the same, streamed": clipped(streamed=True),
         "scanned, after_step": clipped(scanned=True, send_gradients="after_step"),
-        "the same, per_window": clipped(scanned=True, send_gradients="per_window"),
     }
     print(f"{COLUMNS}   matmuls left at the first copy")
     for name, program in programs.items():

@@ -12,8 +12,8 @@ The peers train the same model on the same batches, with bf16 weights and float3
 * `offload-x4`: the same, once per 4 steps, whose gradients are summed on the device. Its figures
   are per step, so they compare with those of `zenflow-s4`;
 * `zenflow-sS-rR`: windows of S steps, with overlap, ratio R; with `-exchange`, gradients leave
-  while the next step runs; with `-device`, a window's gradients are summed on the device; with
-  `-streamed`, gradients of scanned layers leave inside the backward scan.
+  while the next step runs; with `-streamed`, gradients of scanned layers leave inside the backward
+  scan.
 
 DeepSpeed is not included, because it needs torch with CUDA and a CUDA compiler.
 

@@ -6,8 +6,7 @@
 Compiles the steps for an NVIDIA H200, without needing one, as `gpu_program.py` does, and prints the
 same columns: bytes per parameter at the peak, for temporaries and for mail, and the share of mail
 that leaves before the last matmul. An engine's arrays are not in the program: pending uploads (2
-bytes), and gradients or sums in flight (`-exchange`, `-device`: 2 bytes). Answers:
-`benchmarks/LOG.md`.
+bytes), and gradients in flight (`-exchange`: 2 bytes). Answers: `benchmarks/LOG.md`.
 """
 
 import argparse

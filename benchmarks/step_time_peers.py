@@ -167,8 +167,6 @@ PEERS = {
         zenflow_peer(4, 0.1),
         zenflow_peer(4, 0.05, "-streamed", stream=True),
         zenflow_peer(4, 0.05, "-exchange", send_gradients="after_step"),
-        zenflow_peer(4, 0.05, "-device", send_gradients="per_window"),
-        zenflow_peer(16, 0.05, "-device", send_gradients="per_window"),
         Peer("offload-x4", _OFFLOAD, offloads=True, micro_batches=4),
         Peer("parked", parked),
         Peer("adamw", adamw),

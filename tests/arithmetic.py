@@ -30,7 +30,7 @@ class Settings:
     full_warm_up_rounds: int = 0  # steps
     rolling: bool = True
     staleness: int | None = None
-    window_scaling: float | None = 0.5  # exponent of the rate
+    window_scaling: bool | None = True
     provisional_share: float | None = 0.5
     max_grad_norm: float | None = None
     send_gradients: str = "during_step"
@@ -48,6 +48,7 @@ class Channel:
     mu: Any
     nu: Any
     window_sum: Any  # gradients since the window opened, without skipped steps
+    window_squares: Any  # their squares
     steps: int = 0  # AdamW steps taken by this channel
     score: Any = np.float32(0)
     waiting: bool = False  # the parameter has not received the latest update yet
@@ -100,7 +101,7 @@ def make_leaf(
     def channel(where: tuple[Any, ...], selected: bool) -> Channel:
         master = param[where].astype(np.float32)
         zeros = np.zeros_like(master)
-        return Channel(where, weight_decay, selected, master, zeros, zeros, zeros)
+        return Channel(where, weight_decay, selected, master, zeros, zeros, zeros, zeros)
 
     if axis is None:
         return Leaf(param, None, (), 1, param.dtype, [[channel((...,), True)]], [0])
@@ -135,29 +136,35 @@ def weigh(leaf: Leaf, g: np.ndarray) -> tuple[float, float]:
     return deferred, chosen
 
 
-def adamw(channel: Channel, g: Any, lr: np.float32, s: Settings, steps: int = 1) -> None:
-    """Moves master and moments by an AdamW step with the mean gradient of `steps` steps.
+def close_window(channel: Channel, taken: int, lr: np.float32, s: Settings) -> None:
+    """Makes the update of a window in which `taken` steps counted."""
+    mean, squares = (x / np.float32(taken) for x in (channel.window_sum, channel.window_squares))
+    if s.window_scaling:
+        adamw(channel, mean, squares, lr, s, taken)
+    else:  # as in the paper: one step with the mean
+        adamw(channel, mean, mean * mean, lr, s)
+
+
+def adamw(
+    channel: Channel, g: Any, squares: Any, lr: np.float32, s: Settings, steps: int = 1
+) -> None:
+    """Moves master and moments by `steps` AdamW steps, all with the same gradient and squares.
 
     The parameter does not change.
     """
-    b1, b2, eps, decay = s.b1, s.b2, s.eps, channel.weight_decay
-    scaling = s.window_scaling
-    c = 1
-    if scaling is not None:
-        c = steps
-        b1, b2, eps = s.b1**c, s.b2**c, s.eps / math.sqrt(c)
-        lr, decay = lr * np.float32(c**scaling), decay * c ** (1 - scaling)
-    channel.steps += c
+    b1, b2 = s.b1**steps, s.b2**steps
+    lr = lr * np.float32(steps)
+    channel.steps += steps
     n = np.float32(channel.steps)
     one = np.float32(1)
     # As in optax: `1 - b` at Python's precision, `1 - b**n` in float32. They differ in the fifth
     # digit for b2 = 0.999 and n = 1.
     channel.mu = np.float32(1 - b1) * g + np.float32(b1) * channel.mu
-    channel.nu = np.float32(1 - b2) * (g * g) + np.float32(b2) * channel.nu
+    channel.nu = np.float32(1 - b2) * squares + np.float32(b2) * channel.nu
     mu_hat = channel.mu / (one - np.float32(s.b1) ** n)
     nu_hat = channel.nu / (one - np.float32(s.b2) ** n)
-    direction = mu_hat / (np.sqrt(nu_hat) + np.float32(eps))
-    direction = direction + np.float32(decay) * channel.master
+    direction = mu_hat / (np.sqrt(nu_hat) + np.float32(s.eps))
+    direction = direction + np.float32(channel.weight_decay) * channel.master
     channel.master = channel.master - lr * direction
 
 

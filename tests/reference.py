@@ -161,13 +161,14 @@ class Reference:
         return self.params
 
     def flush(self) -> list[np.ndarray]:
-        """Merges updates that do not replace provisional steps; returns a copy of the parameters.
+        """Closes and merges all windows, and returns a copy of the parameters.
 
-        Open windows stay open.
+        The steps at which later windows close do not change.
         """
         for turn in self.turns:
-            if not self._settings.provisional_share or not turn.open_steps:
-                turn.merge()
+            turn.merge()
+            if turn.open_steps:
+                self._close_window(turn, overlap=False)
         return self.params
 
     @property
@@ -195,17 +196,14 @@ class Reference:
         clipped = factor * g
         channel.score += np.sum(clipped * clipped, dtype=np.float32)
         if channel.selected:
-            arithmetic.adamw(channel, clipped, leaf.lr, self._settings)
+            arithmetic.adamw(channel, clipped, clipped * clipped, leaf.lr, self._settings)
             leaf.publish(channel)
             return
         self._move_provisionally(leaf, channel, g)
         # Rounded to the mail's dtype before clipping and summing.
-        mail = g.astype(leaf.mail_dtype).astype(np.float32)
-        total = channel.window_sum + factor * mail
-        if self._settings.send_gradients == "per_window":
-            # The mail is the sum.
-            total = total.astype(leaf.mail_dtype).astype(np.float32)
-        channel.window_sum = total
+        mail = factor * g.astype(leaf.mail_dtype).astype(np.float32)
+        channel.window_sum = channel.window_sum + mail
+        channel.window_squares = channel.window_squares + mail * mail
 
     def _move_provisionally(self, leaf: Leaf, channel: Channel, g: Any) -> None:
         s = self._settings
@@ -290,11 +288,11 @@ class Reference:
             # Selections change only between windows, so a channel that is deferred now was deferred
             # during the whole window.
             if not channel.selected and taken:
-                mean = channel.window_sum / np.float32(taken)
-                arithmetic.adamw(channel, mean, leaf.lr, self._settings, taken)
+                arithmetic.close_window(channel, taken, leaf.lr, self._settings)
                 self._keep_on_host(channel)
                 channel.waiting = True
             channel.window_sum = np.zeros_like(channel.window_sum)
+            channel.window_squares = np.zeros_like(channel.window_sum)
         if not overlap:
             turn.merge()
         self.windows += 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import comparisons
-from tests.comparisons import SEEDS, WARM, seeded
+from tests.comparisons import MAX_NORM, SEEDS, WARM, seeded
 from tests.runs import FEW, FIRST, SCANNED, SECOND, THIRD, Plan, Settings, Training
 from zenflow_jax import AutoSelect, AutoWindow
 
@@ -54,7 +54,6 @@ AGREEMENTS = {
             update_interval=4,
             select_interval=4,
             staleness=2,
-            window_scaling=0.5,
             provisional_share=0.5,
             eps=0.01,  # too small by default to have an effect
             transfer_dtype="bfloat16",
@@ -72,37 +71,26 @@ AGREEMENTS = {
         ),
         Plan(20, bad=(2, 9, 10, 11, 12), flush_at=(14,)),
     ),
-    # No clipping if sums are bf16, because a factor that is off by one bit moves one in a few
-    # hundred sums to a neighbour.
-    "summed on the device in the mail's dtype, scaled betas": (
-        SECOND,
-        dict(
-            topk_ratio=0.3,
-            update_interval=4,
-            select_interval=8,
-            send_gradients="per_window",
-            transfer_dtype="bfloat16",
-            window_scaling=0.0,
-            provisional_share=0.5,
-        ),
-        Plan(20, bad=(2, 7, 8, 9, 14), flush_at=(4, 11, 12)),
-    ),
-    "stacks in ranges, summed on the device, two steps stale, adaptive selections": (
+    "stacks in ranges, two steps stale, adaptive selections": (
         SCANNED,
         dict(
             topk_ratio=0.3,
             update_interval=3,
             select_interval=AutoSelect(0.9, max_windows=3),
-            send_gradients="per_window",
             staleness=2,
             provisional_share=0.5,
         ),
         Plan(20, bad=(4, 10), flush_at=(7,)),
     ),
-    "summed on the device, not stale, clipped": (
-        tuple(leaf._replace(dtype="float32") for leaf in FIRST),
-        dict(WARM, send_gradients="per_window", staleness=0),
-        Plan(20, bad=(2, 5, 13), flush_at=(10,)),
+    "windows too long to keep all gradients": (
+        SECOND,
+        dict(topk_ratio=0.3, update_interval=12, provisional_share=0.5, max_grad_norm=MAX_NORM),
+        Plan(27, bad=(5, 20)),
+    ),
+    "windows too long to keep all gradients, as in the paper": (
+        SECOND,
+        dict(topk_ratio=0.3, update_interval=12, rolling=False, window_scaling=None),
+        Plan(27, bad=(5, 20)),
     ),
     "adaptive windows": (
         FIRST,

@@ -83,7 +83,7 @@ WRONG = {
     "full_warm_up_rounds": [-1, None],
     "rolling": [1],
     "staleness": [-1, 3, True],
-    "window_scaling": [2, "sqrt"],
+    "window_scaling": [0.5, "sqrt"],
     "provisional_share": [2, "half"],
     "send_gradients": ["later", None],
     "transfer_dtype": ["float16", 3],
@@ -145,8 +145,8 @@ def inject(static_args=STATIC_ARGS):
     [
         {"topk_ratio": np.float32(0.25), "update_interval": np.int64(2), "staleness": np.int32(0)},
         {"update_interval": AutoWindow(), "select_interval": None, "staleness": 0},
-        {"window_scaling": 0, "provisional_share": 0, "rolling": np.False_, "max_grad_norm": 1},
-        {"window_scaling": np.float32(1.0), "provisional_share": np.float32(1.0), "mask": True},
+        {"window_scaling": False, "provisional_share": 0, "rolling": np.False_, "max_grad_norm": 1},
+        {"window_scaling": np.True_, "provisional_share": np.float32(1.0), "mask": True},
         {"b1": 0, "b2": 0.0, "learning_rate": np.float64(0.1), "channel_axis": np.int32(-1)},
         {"learning_rate": {"bias": 1, "weight": lambda count, by=2: by}},
         {"channel_axis": lambda path, leaf: np.int64(-1), "learning_rate": jnp.float32(0.1)},
@@ -161,10 +161,11 @@ def test_values_next_to_rejected_values_are_accepted(options):
 
 
 INJECTED = {
-    **dict.fromkeys(["topk_ratio", "window_scaling", "provisional_share"], 0.5),
+    **dict.fromkeys(["topk_ratio", "provisional_share"], 0.5),
     **dict.fromkeys(["update_interval", "select_interval"], 2),
     **dict.fromkeys(["full_warm_up_rounds", "staleness"], 1),
-    "rolling": jnp.array(True),  # inject_hyperparams leaves Python bools unchanged
+    # `inject_hyperparams` leaves Python bools unchanged.
+    **dict.fromkeys(["rolling", "window_scaling"], jnp.array(True)),
     "channel_axis": -1,
     "mask": lambda count: jnp.ones_like(count),  # called like a schedule, with a count
 }

@@ -73,21 +73,10 @@ def test_runs_that_are_compared_with_optax_select_channels_and_clip():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "ways"),
-    [
-        (
-            {"update_interval": 2, "select_interval": 4},
-            [{}, {"donate": True}, {"donate": True, "send_gradients": "after_step"}],
-        ),
-        # On the device, a sum over one step is that step's gradient.
-        ({"update_interval": 1, "select_interval": 3}, [{}, {"send_gradients": "per_window"}]),
-    ],
-    ids=["donated or not, during the step or after it", "summed on the device"],
-)
-def test_runs_are_bit_identical_for_all_values_of_send_gradients(options, ways):
-    options, histories = Settings(topk_ratio=0.3, provisional_share=0.5, **options), []
-    for more in ways:
+def test_runs_are_bit_identical_whenever_gradients_leave_and_whether_steps_donate():
+    windows = {"update_interval": 2, "select_interval": 4}
+    options, histories = Settings(topk_ratio=0.3, provisional_share=0.5, **windows), []
+    for more in ({}, {"donate": True}, {"donate": True, "send_gradients": "after_step"}):
         with Training(FEW[:2], options, host_kernel="numpy", **more) as training:
             histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
     for history in histories[1:]:

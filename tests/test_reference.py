@@ -46,13 +46,15 @@ def test_without_staleness_the_reference_equals_optax_adamw(options, reselection
         assert slow.reselections == reselections
 
 
-def test_a_windows_mean_is_taken_over_clipped_gradients():
-    reference = one_leaf(2, topk_ratio=0.5, update_interval=2, max_grad_norm=5.0, b2=0.5)
+@pytest.mark.parametrize("scaling", [True, None])
+def test_a_windows_means_are_taken_over_clipped_gradients(scaling):
+    options = dict(topk_ratio=0.5, update_interval=2, max_grad_norm=5.0, window_scaling=scaling)
+    reference = one_leaf(2, b2=0.5, **options)
     step(reference, 6.0, 8.0)  # has norm 10: halved
     step(reference, 0.0, 2.0)
     _, mu, nu, _ = reference.moments(0)
     np.testing.assert_array_equal(mu[1], 3.0)
-    np.testing.assert_array_equal(nu[1], 4.5)
+    np.testing.assert_array_equal(nu[1], {True: 7.5, None: 4.5}[scaling])
 
 
 DOUBLING = [2.0**t for t in range(9)]
@@ -64,6 +66,13 @@ BY_STEP = {
         DOUBLING,
         HALF | {"update_interval": 2},
         [((1, 1), (-0.5, 0)), ((1, 5), (-1.5, -1.5))],
+    ),
+    # Two steps of 4 / (5 + 3): gradients of 1 and 7 have a mean of 4, and mean squares of 25.
+    "a window is as long as its steps, with the means of its gradients and of their squares": (
+        1.0,
+        HALF | {"update_interval": 2, "eps": 3.0, "window_scaling": True},
+        [((9, 1), (-0.75, 0)), ((9, 7), (-1.5, -1)), ((9, 1), (-2.25, -1))]
+        + [((9, np.nan), (-2.25, -1.25))],  # one step of 1 / (1 + 3)
     ),
     "an overlapped update is stale by exactly one window": (
         1.0,
@@ -111,21 +120,21 @@ BY_STEP = {
         {"topk_ratio": 0.5, "update_interval": AutoWindow(6, 1.0)},
         [((3, 1), (-0.75 * t, 0)) for t in range(1, 8)] + [((3, 1), (-6, -0.5))],
     ),
-    # First window: mean 3, rate 8. Second window: mean 3, rate 128.
-    "a flush merges the update of a closed window and leaves the open window alone": (
-        DOUBLING,
-        {"topk_ratio": 0.5, "update_interval": 4},
-        [((15, 1), (-0.9375, 0)), ((15, 5), (-2.8125, 0)), (None, (-2.8125, 0))]
-        + [((15, 2), (-6.5625, 0)), ((15, 4), (-14.0625, 0)), ((15, 1), (-29.0625, 0))]
-        + [(None, (-29.0625, -6))] * 2
-        + [((15, 3), (-59.0625, -6)), ((15, 3), (-119.0625, -6)), ((15, 5), (-239.0625, -6))]
-        + [(None, (-239.0625, -102))],
-    ),
-    "a flush merges no update if provisional steps of the open window would be lost": (
+    # The flushes close windows of one, one, two and one steps, which move by 1/4, 1/4, 1 and 1/4.
+    "a flush closes the open windows, and the next windows end when they would have": (
         1.0,
-        {"topk_ratio": 0.5, "update_interval": 2, "provisional_share": 0.5},
-        [((15, 1), (-0.9375, 0)), ((15, 5), (-1.875, -0.5)), ((15, 1), (-2.8125, -1))]
-        + [(None, (-2.8125, -1)), ((15, 5), (-3.75, -0.75)), (None, (-3.75, -1.5))],
+        {"topk_ratio": 0.5, "update_interval": 4, "eps": 3.0, "window_scaling": True},
+        [((9, 1), (-0.75, 0)), (None, (-0.75, -0.25)), ((9, 1), (-1.5, -0.25))]
+        + [(None, (-1.5, -0.5))] * 2
+        + [((9, 1), (-2.25, -0.5)), ((9, 7), (-3, -0.5)), ((9, 1), (-3.75, -0.5))]
+        + [(None, (-3.75, -1.75))],
+    ),
+    "a flush replaces provisional steps": (
+        1.0,
+        {"topk_ratio": 0.5, "update_interval": 2, "eps": 3.0, "provisional_share": 0.5}
+        | {"window_scaling": True},
+        [((9, 1), (-0.75, 0)), ((9, 7), (-1.5, -0.5)), ((9, 1), (-2.25, -1))]
+        + [(None, (-2.25, -1.25)), ((9, 1), (-3, -1.75)), (None, (-3, -1.5))],
     ),
 }
 
@@ -140,6 +149,25 @@ def test_a_run_equals_the_results_worked_out_by_hand(rate, options, steps):
         else:
             seen = step(reference, *gradients)
         assert seen == list(expected)
+
+
+def test_moments_are_adamws_after_each_hand_over_if_a_windows_gradients_are_equal():
+    b1, b2, rng = 0.9, 0.99, np.random.default_rng(0)
+    options = dict(topk_ratio=0.3, select_interval=4, full_warm_up_rounds=3, window_scaling=True)
+    reference = one_leaf(7, b1=b1, b2=b2, staleness=0, **options)
+    m = v = np.zeros(7)
+    chosen = set()
+    for steps in [3, *[4] * 9]:
+        g = rng.standard_normal(7).astype(np.float32)
+        for _ in range(steps):
+            step(reference, *g)
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        _, mu, nu, counts = (x[:, 0] for x in reference.moments(0))
+        np.testing.assert_allclose(mu, m, rtol=1e-5)
+        np.testing.assert_allclose(nu, v, rtol=1e-5)
+        assert (counts == reference.step_count).all()
+        chosen.add(tuple(reference.selected[0]))
+    assert len(chosen) > 5
 
 
 def test_the_first_channels_are_selected_until_the_first_boundary_and_then_the_best():

@@ -205,8 +205,6 @@ class HostEngine:
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
-            for group in closing:
-                state = self._mailbox.send_sums(state, group)
             weights = self._updates.collect(taken.offloaded, arriving, state.step)
             leaves, measured = state.leaves, {}
             for group in closing:
@@ -242,12 +240,12 @@ class HostEngine:
 
     @recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Merges pending updates, unless this would lose provisional steps.
+        """Closes all windows and merges all updates, so that the parameters have every gradient.
 
-        Call this after the last exchange, and continue only from its result. Open windows stay
-        open, so a continued run has the same windows. The parameters contain the open windows'
-        gradients only as provisional steps, and not at all with `provisional_share=None`; end such
-        a run at the end of a window.
+        Call this after the last exchange, and continue only from its result. Later windows end at
+        the same steps as without a flush, so the next ones are shorter. With `window_scaling=None`
+        a window's update is a single step whatever its length; end such a run at the end of a
+        window.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -266,16 +264,18 @@ class HostEngine:
         taken = self._checker.take(params)
         if copied:
             self._checker.check_in_place(state, taken.weights)
-        # An update mid-window would overwrite the provisional steps since the window opened.
-        at_once = state.schedule.provisional_share is None
-        pending, open_steps = self._updates.pending, self._progress.open_steps
-        arriving = [group for group in pending if at_once or not open_steps[group]]
+        opened = [group for group, steps in enumerate(self._progress.open_steps) if steps]
+        pending = list(self._updates.pending)
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
-        with self._lifecycle.change(flushes=True):
-            if arriving:
+        with self._lifecycle.change():
+            if pending or opened:
                 self._integrity.forget()
-                weights = self._updates.collect(taken.offloaded, arriving, state.step)
+                weights = self._updates.collect(taken.offloaded, pending, state.step)
+                for group in opened:  # one at a time, because updates take device memory
+                    self._updates.close_window(group)
+                    self._progress.window_closed(group)
+                    weights = self._updates.collect(weights, [group], state.step)
                 taken = taken.with_offloaded(weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)
@@ -293,7 +293,7 @@ class HostEngine:
 
         Returns:
             A tree of dicts, lists and arrays. The large arrays are in host memory (pinned on a
-            GPU), take 16 bytes per offloaded parameter until they are freed, and never change.
+            GPU), take 20 bytes per offloaded parameter until they are freed, and never change.
             Shapes and placements match `abstract_engine_state(opt_state)`.
 
         Raises:

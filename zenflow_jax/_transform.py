@@ -22,14 +22,7 @@ from zenflow_jax._device.leaves import (
 from zenflow_jax._device.memory import mail_rank, to_host
 from zenflow_jax._device.state import Static, ZenFlowState, register_flax_serialization
 from zenflow_jax._device.statistics import window_statistics
-from zenflow_jax._device.step import (
-    GradientParts,
-    Verdict,
-    add_mail,
-    judge,
-    split_gradient,
-    step_selected,
-)
+from zenflow_jax._device.step import judge, split_gradient, step_selected
 from zenflow_jax._device.streamed import is_streamed, misused, parts_of
 from zenflow_jax._spec.arguments import (
     NUMBERS,
@@ -67,7 +60,7 @@ def zenflow(
     full_warm_up_rounds: int = 0,
     rolling: bool = True,
     staleness: int | None = None,
-    window_scaling: float | None = 0.5,
+    window_scaling: bool | None = True,
     provisional_share: float | None = 0.5,
     max_grad_norm: jax.typing.ArrayLike | None = None,
     channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
@@ -80,8 +73,8 @@ def zenflow(
     """Returns AdamW that keeps optimizer state on the device only for large-gradient channels.
 
     Selected channels take an AdamW step at every step. The gradients of all other channels go to
-    pinned host memory, where a `HostEngine` takes one AdamW step with the mean gradient over
-    `update_interval` steps, scaled to match them. Leaves take turns: at every step some windows
+    pinned host memory, where a `HostEngine` takes the AdamW steps of `update_interval` gradients at
+    once, from their mean and their mean square. Leaves take turns: at every step some windows
     close, and their updates reach the parameters one step later.
 
     With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is equivalent to `optax.adamw`
@@ -115,12 +108,11 @@ def zenflow(
         staleness: Steps from the end of a window until its update reaches the parameters, while the
             host works in parallel; from 0 (the loop waits) to `update_interval`. None means 1 if
             `rolling`, else `update_interval`.
-        window_scaling: How a window's single step is scaled to the c steps in it that count, after
-            Malladi et al. (2022): the learning rate is multiplied by c to this power, the betas are
-            raised to the power of c, eps is divided by the square root of c, and weight decay acts
-            as over c steps. 0.5 is their rule; 0 leaves only the learning rate unscaled; None, as
-            in the paper, scales nothing. Use None if windows close together, because longer steps
-            with staler updates overshoot.
+        window_scaling: With True, a window's update is as long as c steps of AdamW, where c is the
+            number of its steps that count: the moments take in c times the window's mean gradient
+            and its mean squared gradient. None, as in the paper, takes a single step with the mean
+            gradient. Use None if windows close together, because longer steps with staler updates
+            overshoot.
         provisional_share: At each step except the first and the warm-up's steps, the device moves
             every deferred weight by this fraction of the learning rate, against the sign of its
             gradient, until the next update replaces this move. This costs 0.25 bytes per offloaded
@@ -142,9 +134,7 @@ def zenflow(
             backward pass has computed each gradient; best for layers that are not under `lax.scan`.
             "after_step": while the next step runs, bit-identically; for layers under `lax.scan`,
             whose gradients exist only at the scan's end. This keeps one more gradient per parameter
-            on the device. "per_window": the step sums the gradients in the transfer dtype, and each
-            window copies one sum. This costs 2 bytes per bf16 parameter on the device, and 4 while
-            a sum is in flight.
+            on the device.
         transfer_dtype: The dtype in which gradients are sent to the host; the device uses them
             unrounded. None means bfloat16 for bfloat16 leaves, else float32. `jnp.bfloat16` rounds
             all gradients; `jnp.float32` does not round any, which helps if bfloat16 leaves have
@@ -179,8 +169,6 @@ def zenflow(
 
     References:
         Lan et al., ZenFlow, https://arxiv.org/abs/2505.12242, 2025.
-        Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
-        https://arxiv.org/abs/2205.10287, 2022.
     """
     schedule = check_schedule(
         topk_ratio=topk_ratio,
@@ -284,28 +272,16 @@ def _update(
     token = jnp.where(wrong & ~lost, MISUSED, state.token)
     facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
     packed = StepScalars.pack(facts, statistics)
-    return jax.tree.unflatten(treedef, changes), _with_mail(new, seen, packed, verdict, rank)
-
-
-def _with_mail(
-    state: ZenFlowState,
-    seen: list[GradientParts],
-    scalars: StepScalars,
-    verdict: Verdict,
-    rank: int,
-) -> ZenFlowState:
-    """Returns the state with the step's mail, or with its gradients added to the sums."""
-    if not state.offloads:
-        return state  # a plain transformation, which needs no engine
-    mail = tuple(s.mail for s in seen)
-    if state.send_gradients.sums_on_device:
-        mail = tuple(
-            None if total is None else add_mail(total, s, leaf.spec, verdict)
-            for total, s, leaf in zip(state.mail, seen, state.leaves, strict=True)
-        )
+    if not state.offloads:  # a plain transformation, which needs no engine
+        return jax.tree.unflatten(treedef, changes), new
     if state.send_gradients.in_step:
-        scalars = StepScalars(*(x if x is None else to_host(x, rank) for x in scalars))
-    return state._replace(mail=mail, token=jnp.full_like(state.token, USED), step_scalars=scalars)
+        packed = StepScalars(*(x if x is None else to_host(x, rank) for x in packed))
+    new = new._replace(
+        mail=tuple(s.mail for s in seen),
+        token=jnp.full_like(state.token, USED),
+        step_scalars=packed,
+    )
+    return jax.tree.unflatten(treedef, changes), new
 
 
 def _scalars_at(

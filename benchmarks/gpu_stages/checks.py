@@ -95,7 +95,6 @@ def windows_of_one_step_are_adamw(_: Leaves) -> None:
 REFERENCE: dict[str, tuple[Leaves, dict[str, Any], Plan]] = {
     "windows of four steps": (SECOND, {}, Plan(STEPS)),
     "stacks in ranges, with steps of NaN": (SCANNED, {}, Plan(STEPS, bad=(6, 7), flush_at=(11,))),
-    "sums of the device": (SECOND, {"send_gradients": "per_window"}, Plan(STEPS)),
     "clipping": (SECOND, {"max_grad_norm": 30.0}, Plan(STEPS)),
     "hand-over at every window": (SECOND, {"select_interval": 4}, Plan(STEPS)),
     "mail in bfloat16": (THIRD, {"transfer_dtype": "bfloat16"}, Plan(STEPS)),
@@ -123,7 +122,7 @@ def mail_that_leaves_later_has_the_same_bits(leaves: Leaves) -> None:
 
 def a_resumed_run_goes_on_bit_for_bit(leaves: Leaves) -> None:
     """Resumes inside a window, with an update in flight."""
-    for sending in ("during_step", "per_window"):
+    for sending in ("during_step", "after_step"):
         with large(leaves, send_gradients=sending) as training:
             training.go(10)
             params, engine_state = jax.device_get((training.params, training.engine.state()))
@@ -245,7 +244,6 @@ QUESTIONS: dict[str, Callable[[Leaves], None]] = {
             ((0, 1), "during_step"),
             ((0, 1, 2), "during_step"),
             ((0, 1, 2), "after_step"),
-            ((0, 1, 2), "per_window"),
         )
     },
     "attention by cuDNN equals its plain form": attention_equals_its_plain_form,

@@ -24,10 +24,9 @@ STEP_BYTES = {
     "zenflow-s4-r0.05": (4.63, 5.21),
     "zenflow-s4-r0.05-streamed": (math.inf, 3.95),
     "zenflow-s4-r0.05-exchange": (4.96, 5.35),
-    "zenflow-s4-r0.05-device": (6.93, 7.27),
 }
-#: A gradient or a sum in flight while the next step runs (from the same entries).
-_COPYING_BYTES = {"zenflow-s4-r0.05-exchange": 2.0, "zenflow-s4-r0.05-device": 2.0}
+#: A gradient in flight while the next step runs (from the same entries).
+_COPYING_BYTES = {"zenflow-s4-r0.05-exchange": 2.0}
 #: A bf16 model's mail, or its update in flight.
 _MAIL_BYTES = 2.0
 #: Maximum number of mails at a time: `buffers` in `zenflow_jax/_exchange/pinned.py`, for one leaf
@@ -38,11 +37,10 @@ _MAILS = {
     "zenflow-s4-r0.05": 9,
     "zenflow-s4-r0.05-streamed": 9,
     "zenflow-s4-r0.05-exchange": 6,
-    "zenflow-s4-r0.05-device": 2,
 }
-#: More than five mails are summed, in float32 ("Can a window of four be summed at the speed of
-#: memory?").
-_SUM_BYTES = 4.0
+#: More than five mails are summed, and so are their squares, in float32 ("Can a window of four be
+#: summed at the speed of memory?").
+_SUM_BYTES = 8.0
 #: Masters, which contain the uploads, and moments; the hand-over of a twentieth of the channels.
 _STATE_BYTES, _HAND_OVER_BYTES = 12.0, 0.6
 #: Pinned memory for uploads from pageable memory, a leaf or two at a time. Assumed.
@@ -106,7 +104,7 @@ SHAPES = (
 )
 _TINY = (Shape("tiny", {"width": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocabulary": 256}, 1),)
 #: A rehearsal's machine; `_TINY` is chosen for it as other shapes are for real machines.
-_REHEARSED = Machine(device_bytes=int(3.4e5), host_bytes=int(HOST_RESERVE + 6e5))
+_REHEARSED = Machine(device_bytes=int(3.4e5), host_bytes=int(HOST_RESERVE + 11e5))
 
 
 def parameters(config: DecoderConfig) -> int:
@@ -134,9 +132,8 @@ def host_need(peer: str) -> float:
     peer = program(peer)
     if peer not in _MAILS:
         return 12.0 if peer == "parked" else 0.0
-    mails = _MAILS[peer]
-    sums = _SUM_BYTES if mails > 2 else 0.0
-    return _STATE_BYTES + _MAIL_BYTES * mails + sums + _HAND_OVER_BYTES + _STAGING_BYTES
+    mail = _MAIL_BYTES * _MAILS[peer]
+    return _STATE_BYTES + mail + _SUM_BYTES + _HAND_OVER_BYTES + _STAGING_BYTES
 
 
 def most(peer: str, machine: Machine, *, scan: bool, prefetch: bool) -> float:
@@ -170,7 +167,7 @@ def headline(machine: Machine, *, rehearse: bool = False) -> Headline | None:
     """
     machine = _REHEARSED if rehearse else machine
     length, batch = (32, 1) if rehearse else (1024, 4)
-    peers = ("zenflow-s4-r0.05-streamed", "zenflow-s4-r0.05-exchange", "zenflow-s4-r0.05-device")
+    peers = ("zenflow-s4-r0.05-streamed", "zenflow-s4-r0.05-exchange")
     limits = {p: most(p, machine, scan=True, prefetch=False) for p in peers}
     peer = max(peers, key=limits.__getitem__)  # the first among equals
     fitting = list(_shapes_upto(limits[peer], length, _TINY if rehearse else SHAPES))
@@ -212,7 +209,6 @@ _WRITTEN = (
     "zenflow-s4-r0.05",
     "offload",
     "parked",
-    "zenflow-s4-r0.05-device",
     "zenflow-s4-r0.05-exchange",
     "offload-x4",
     "zenflow-s16-r0.05",
@@ -224,7 +220,6 @@ _SCANNED = (
     "adamw",
     "zenflow-s4-r0.05-streamed",
     "zenflow-s4-r0.05-exchange",
-    "zenflow-s4-r0.05-device",
     "offload",
     "zenflow-s4-r0.05",
     "parked",

@@ -48,7 +48,7 @@ def test_every_bit_of_a_parameter_affects_its_fingerprint(dtype):
 
 @pytest.mark.slow
 def test_a_parameter_with_a_flipped_bit_is_rejected_by_name():
-    settings = dataclasses.replace(SETTINGS, send_gradients="per_window", staleness=2)
+    settings = dataclasses.replace(SETTINGS, staleness=2)
     rng = np.random.default_rng(0)
     with Training(SECOND, settings, donate=True) as training:
         # Non-finite values are compared, too.

@@ -187,14 +187,6 @@ def check_device_step() -> Compiled:
     return inspect(step.lower(*shapes, True).compile(), params)
 
 
-AFTER, WINDOW, UNCLIPPED = (
-    (("max_grad_norm", 1.0), ("send_gradients", "after_step")),
-    (("max_grad_norm", 1.0), ("send_gradients", "per_window")),
-    (),
-)
-
-
-#: Programs that copy only whole arrays to and from the host.
 def layer_update() -> Any:
     """Compiles AdamW's update of a bfloat16 leaf that waits in host memory."""
     where = NamedSharding(planning.described_mesh("h200", {"data": 1}), PartitionSpec())
@@ -211,12 +203,13 @@ def layer_update() -> Any:
     return program.lower(*arrays, [weight], control, shape(jnp.int32)).compile()
 
 
+AFTER, UNCLIPPED = (("max_grad_norm", 1.0), ("send_gradients", "after_step")), ()
+#: Programs that copy only whole arrays to and from the host.
 PLAIN: dict[str, Callable[[], Compiled]] = {
     "written": Step().compile,
     "written, float32, without clipping": Step(jnp.float32, options=UNCLIPPED).compile,
     "scanned": Step(scanned=True).compile,
     "scanned, after_step": Step(scanned=True, options=AFTER).compile,
-    "scanned, per_window": Step(scanned=True, options=WINDOW).compile,
     "written, data=4": Step(mesh="data").compile,
     "merge": functools.partial(merge, Step()),
     "merge, scanned": functools.partial(merge, Step(scanned=True)),

@@ -37,10 +37,9 @@ def promotion():
         ({}, VECTORS),
         ({"topk_ratio": 1}, MATRICES),
         ({"topk_ratio": 1, "send_gradients": "after_step", "rolling": False}, MATRICES),
-        ({"topk_ratio": 1, "send_gradients": "per_window"}, MATRICES),
         ({"resident": lambda path, leaf: True, "full_warm_up_rounds": 2}, MATRICES),
     ],
-    ids=["vectors", "all channels", "after_step", "per_window", "resident"],
+    ids=["vectors", "all channels", "after_step", "resident"],
 )
 def problem(request):
     """Returns a function that makes zenflow, parameters, and a function for the gradients."""

@@ -127,7 +127,7 @@ def test_other_uses_of_streamed_weights_raise_an_error():
     state, batch = tx.init(params), next(batches(1, "float32"))
     weights = streaming.stream(params, state)
     norm = optax.clip_by_global_norm(1e6)
-    per_window = zenflow_jax.zenflow(1e-2, send_gradients="per_window").init(params)
+    after_step = zenflow_jax.zenflow(1e-2, send_gradients="after_step").init(params)
     for call, words in (
         # The derivative would be zero.
         (lambda: jax.grad(lambda p: loss(streaming.stream(p, state), *batch))(params), "inside"),
@@ -137,7 +137,7 @@ def test_other_uses_of_streamed_weights_raise_an_error():
             lambda: jax.grad(loss)(jax.tree.map(lambda x: x[:, None], weights), *batch),
             "Cast or reshape it in the scan's body",
         ),
-        (lambda: streaming.stream(params, per_window), "state has send_gradients='per_window'"),
+        (lambda: streaming.stream(params, after_step), "state has send_gradients='after_step'"),
         (lambda: tx.update(params, state, weights), "from `streaming.stream`. Pass the parameters"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -62,7 +62,7 @@ def traced_once(training, *, donate=True):
         (("data", "replicated", AUTO), {}),
         (
             ("three", "both", EXPLICIT),
-            {"leaves": MORE_LEAVES, "in_context": False, "send_gradients": "per_window"},
+            {"leaves": MORE_LEAVES, "in_context": False, "send_gradients": "after_step"},
         ),
         (("three", "channels", AUTO), {"partition": False, "donate": False, "threads": 2}),
         (

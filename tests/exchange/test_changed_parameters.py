@@ -175,7 +175,7 @@ def test_a_single_changed_number_is_rejected_if_all_numbers_are_compared(name, p
     "options",
     [
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
-        {"b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "per_window", **NONE_SELECTED},
+        {"b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "after_step", **NONE_SELECTED},
         # Numbers that an update of zero may change, or that do not equal any number.
         {"params": filled(0.0, -0.0, 1e-40, -1e-40), "weight_decay": 0.0, **NONE_SELECTED},
         {"params": filled(np.nan), **MOVES},

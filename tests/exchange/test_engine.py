@@ -24,7 +24,7 @@ from zenflow_jax._exchange.worker import Worker
 
 @pytest.mark.parametrize(
     ("dtype", "transfer_dtype", "sending"),
-    [("float16", None, "per_window"), ("bfloat16", np.float32, "during_step")],
+    [("float16", None, "after_step"), ("bfloat16", np.float32, "during_step")],
 )
 def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mail_dtype(
     dtype, transfer_dtype, sending
@@ -105,8 +105,7 @@ def test_an_engine_cannot_continue_after_an_interrupted_exchange(monkeypatch):
 
 
 def test_flush_accepts_a_copied_state_but_rejects_earlier_states():
-    settings = dataclasses.replace(CALM, send_gradients="per_window")
-    with Training(FEW, settings) as run:
+    with Training(FEW, CALM) as run:
         run.go(7)  # a window has just closed, and its update is in flight
         before = run.params, run.state
         run.state = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), run.state)
@@ -122,11 +121,9 @@ def test_flush_accepts_a_copied_state_but_rejects_earlier_states():
         run.flush()
 
 
-@pytest.mark.parametrize(("donate", "sending"), [(False, "during_step"), (True, "per_window")])
-def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implicitly(
-    donate, sending
-):
-    settings = dataclasses.replace(BUSY, max_grad_norm=20.0, send_gradients=sending)
+@pytest.mark.parametrize("donate", [False, True])
+def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implicitly(donate):
+    settings = dataclasses.replace(BUSY, max_grad_norm=20.0)
     with Training(FEW, settings, donate=donate) as training, compilations() as compiled:
         expected = describe((training.params, training.state))
         for t in range(1, 13):
@@ -147,11 +144,7 @@ def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implici
         assert times_compiled(training.program) == 1
 
 
-# With sums on the device, these are two windows' step scalars and sums, and the current step's
-# scalars.
-@pytest.mark.parametrize(
-    ("sending", "most"), [("during_step", 2), ("after_step", 1), ("per_window", 2 * 4 + 3)]
-)
+@pytest.mark.parametrize(("sending", "most"), [("during_step", 2), ("after_step", 1)])
 def test_unread_mail_never_exceeds_the_memory_for_it(sending, most):
     with Training(FEW, CALM, send_gradients=sending) as training:
         unread = []
@@ -231,25 +224,6 @@ def test_consecutive_skipped_steps_cause_a_warning_then_an_error_even_across_a_c
     assert isinstance(caught.value.__cause__, FloatingPointError)
 
 
-@pytest.mark.parametrize(
-    ("options", "saves", "is_warned"),
-    [
-        ({"provisional_share": None}, False, True),
-        ({"provisional_share": None}, True, False),
-        ({"provisional_share": 0.5}, False, False),
-    ],
-)
-def test_gradients_lost_at_the_end_of_a_run_cause_one_warning(caplog, options, saves, is_warned):
-    with Training(FEW, dataclasses.replace(CALM, **options)) as run:
-        run.go(CALM.update_interval + 1)
-        run.flush()
-        if saves:
-            run.engine.state()
-        run.engine.close()
-    told = [r.getMessage() for r in caplog.records if "the gradients of up to" in r.getMessage()]
-    assert len(told) == is_warned
-
-
 def close_in_an_exception(engine):
     try:
         raise KeyboardInterrupt
@@ -274,23 +248,24 @@ def close_after_an_unwritten_save(engine):
 
 
 @pytest.mark.parametrize(
-    ("end", "warnings"),
+    ("staleness", "end", "warnings"),
     [
-        (close_after_a_failed_save, 1),
-        (close_after_an_unwritten_save, 1),
-        (close_during_a_save, 0),
-        (zenflow_jax.HostEngine.close, 1),
-        (lambda engine: None, 1),  # garbage collection ends it
-        (zenflow_jax.HostEngine.state, 0),
-        (close_in_an_exception, 0),
+        (None, close_after_a_failed_save, 1),
+        (None, close_after_an_unwritten_save, 1),
+        (None, close_during_a_save, 0),
+        (None, zenflow_jax.HostEngine.close, 1),
+        (0, zenflow_jax.HostEngine.close, 1),  # only open windows
+        (None, lambda engine: None, 1),  # garbage collection ends it
+        (None, zenflow_jax.HostEngine.state, 0),
+        (None, close_in_an_exception, 0),
     ],
-    ids=["failed", "unwritten", "in progress", "close", "collected", "saved", "exception"],
+    ids="failed, unwritten, in progress, close, not stale, collected, saved, exception".split(", "),
 )
 def test_an_engine_that_ends_without_a_flush_warns_once_about_lost_updates(
-    caplog, monkeypatch, end, warnings
+    caplog, monkeypatch, staleness, end, warnings
 ):
     monkeypatch.delattr(sys, "last_value", raising=False)  # left by an earlier test
-    run = Training(FEW, CALM)
+    run = Training(FEW, dataclasses.replace(CALM, staleness=staleness))
     run.go(CALM.update_interval)
     end(run.engine)
     del run

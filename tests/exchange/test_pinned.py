@@ -35,7 +35,7 @@ def bytes_in_host_memory():
     return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == HOST)
 
 
-@pytest.mark.parametrize("sending", ["during_step", "after_step", "per_window"])
+@pytest.mark.parametrize("sending", ["during_step", "after_step"])
 def test_a_new_engine_allocates_mail_memory_once_and_frees_it(sending, taken):
     settings = dataclasses.replace(CALM, send_gradients=sending)
     with Training(FEW, settings) as training:

@@ -24,8 +24,8 @@ from zenflow_jax import _engine
 
 HERE = "exchange.test_several_processes"  # for processes that run functions of this module
 
-# Windows and selections follow sums over all processes, and so do gradients on the device.
-DECIDED = dataclasses.replace(ADAPTIVE, send_gradients="per_window")
+# Windows and selections follow sums over all processes.
+DECIDED = dataclasses.replace(ADAPTIVE, send_gradients="after_step")
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._host.numpy_kernel import Sums
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -80,10 +81,15 @@ def step(
     *,
     scale: float = 1.0,
     of_window: WindowStep = STEP,
+    sums: Sums | None = None,
 ) -> int:
     """Takes a step with a gradient, or with (gradient, factor) pairs; returns the chunk count."""
     gradients = total if isinstance(total, list) else [(total, 1.0)]
-    return sum(1 for _ in adam.adamw(*state, gradients, scale, active, of_window))
+    return sum(1 for _ in adam.adamw(*state, gradients, scale, active, of_window, sums))
+
+
+def empty_sums(shape: tuple[int, ...]) -> Sums:
+    return Sums(*np.full((2, *shape), np.nan, np.float32))
 
 
 def draw_channels(shape: tuple[int, ...], k: int) -> np.ndarray:

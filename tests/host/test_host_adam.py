@@ -23,6 +23,7 @@ from tests.host.states import (
     STEP,
     bits,
     by_channel,
+    empty_sums,
     new_gradient,
     new_state,
     some_channels,
@@ -31,6 +32,7 @@ from tests.host.states import (
 from zenflow_jax._host import adam as adam_module
 from zenflow_jax._host import numba_loops
 from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._spec.scalars import window_step
 
 SHAPES = {  # (entries, rows, n, tail)
     "leading": (1, 1, 23, 37),
@@ -51,39 +53,40 @@ SHAPES_AND_DTYPES = list(zip(SHAPES.values(), itertools.cycle(DTYPES)))
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES_AND_DTYPES, ids=SHAPES)
-def test_a_step_follows_the_formula_on_active_channels_and_keeps_all_other_bits(
+def test_a_window_follows_the_formula_on_active_channels_and_keeps_all_other_bits(
     kernel, shape, dtype
 ):
-    state, gradient = new_state(shape, dtype=dtype), new_gradient(shape, dtype)
+    state = new_state(shape, dtype=dtype)
+    weighed = [(new_gradient(shape, dtype, seed), 0.5 + seed) for seed in range(3)]
     active = some_channels(state)
     p, m, v = (x.astype(np.float64) for x in state.wide)
-    g = gradient.astype(np.float64) / 3
-    n = by_channel(state.steps + 1.0)
-    rate, b1, b2, one_minus_b1, one_minus_b2, eps, decay = SCALARS
-    m = b1 * m + one_minus_b1 * g
-    v = b2 * v + one_minus_b2 * g**2
-    p -= rate * ((m / (1 - b1**n)) / (np.sqrt(v / (1 - b2**n)) + eps) + decay * p)
+    clipped = np.stack([factor * g.astype(np.float64) for g, factor in weighed])
+    n = by_channel(state.steps + 3.0)
+    rate, b1, b2, _, _, eps, decay = SCALARS
+    m = b1**3 * m + (1 - b1**3) * clipped.mean(0)
+    v = b2**3 * v + (1 - b2**3) * np.square(clipped).mean(0)
+    p -= 3 * rate * ((m / (1 - b1**n)) / (np.sqrt(v / (1 - b2**n)) + eps) + decay * p)
 
-    adam = HostAdam(kernel, 1, tile=301)
-    total = np.empty(shape, np.float32)
-    adam.accumulate(total, [(gradient, 1.0)], first=True)
+    adam, sums = HostAdam(kernel, 1, tile=301), empty_sums(shape)
+    adam.accumulate(sums, weighed[:2], first=True)
     on = np.broadcast_to(by_channel(active), shape)
     # Uses all kinds of bits, including pairs that no master is split into.
     size = int((~on).sum())
     garbage = np.resize(np.float32([np.nan, -np.nan, np.inf, -0.0, 1e-45, -3e38]), size)
-    for x in (state.mu.values, state.nu.values, total):
+    for x in (state.mu.values, state.nu.values, *sums):
         x[~on] = garbage
     for x in state.masters.arrays:
         x[~on] = np.frombuffer(np.random.default_rng(0).bytes(size * x.itemsize), x.dtype)
     before = state.copy()
-    step(adam, state, total, active, scale=1 / 3)
+    of_window = window_step(SCALARS, 3, True)
+    step(adam, state, weighed[2:], active, scale=1 / 3, of_window=of_window, sums=sums)
 
     master = state.masters.as_float32()
     for ours, exact in zip(state.wide, (p, m, v), strict=True):
         np.testing.assert_allclose(ours[on], exact[on], rtol=ATOL, atol=ATOL)
     for ours, old in zip(state.arrays, before.arrays, strict=True):
         assert bits(ours[~on]) == bits(old[~on])
-    np.testing.assert_array_equal(state.steps, before.steps + active)
+    np.testing.assert_array_equal(state.steps, before.steps + 3 * active)
     assert bits(state.masters.to_upload[on]) == bits(master[on].astype(dtype))
 
 
@@ -117,11 +120,11 @@ def test_results_do_not_depend_on_kernel_threads_or_tiles(shape, dtype):
         """Sums these numbers of gradients before the step, and all others in the step."""
         state = new_state(shape, dtype=dtype)
         active = some_channels(state)
-        rest, total = weighed, np.empty(shape, np.float32)
+        rest, sums = weighed, empty_sums(shape)
         for part in parts:
-            adam.accumulate(total, rest[:part], first=rest is weighed)
+            adam.accumulate(sums, rest[:part], first=rest is weighed)
             rest = rest[part:]
-        step(adam, state, [(total, 1.0), *rest] if parts else rest, active, scale=1 / 3)
+        step(adam, state, rest, active, scale=1 / 3, sums=sums if parts else None)
         step(adam, state, weighed, ~active, scale=0.3)
         adam.close()
         return bits(*state)
@@ -159,10 +162,11 @@ def test_adamw_yields_between_chunks_and_keeps_its_initial_choice_of_channels(mo
 
 def test_a_failure_in_a_thread_reaches_the_caller():
     adam = HostAdam("numpy", 2, tile=100)
-    total = np.zeros((1, 1, 10, 100), np.float32)
-    total.flags.writeable = False
+    shape = (1, 1, 10, 100)
+    sums = empty_sums(shape)
+    sums.squares.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        adam.accumulate(total, [(new_gradient(total.shape), 1.0)], first=True)
+        adam.accumulate(sums, [(new_gradient(shape), 1.0)], first=True)
     adam.close()
 
 

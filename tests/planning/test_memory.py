@@ -20,8 +20,7 @@ SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
     ("sending", "rolling", "host_state"),
     [
         ("during_step", False, "compact"),
-        ("after_step", True, "float32"),
-        ("per_window", True, "compact"),
+        ("after_step", True, "compact"),
     ],
 )
 def test_the_formula_covers_all_arrays_of_an_engine_and_its_mail(sending, rolling, host_state):
@@ -95,4 +94,4 @@ def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():
     assert need(window=2, leaves=2, staleness=2).mail == (kept + 3 + 0.5) * 4 * 512**2
     # Only long windows in rolling groups need sums.
     assert need(leaves=32, n=64).sums == 0
-    assert need(leaves=32, n=64, window=16).sums == 2 * 4 * 32 * 64**2
+    assert need(leaves=32, n=64, window=16).sums == 2 * 4 * (32 + 2) * 64**2

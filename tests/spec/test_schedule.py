@@ -48,7 +48,7 @@ BOUNDARIES = [
 
 @pytest.mark.parametrize(("settings", "expected"), BOUNDARIES, ids=lambda x: str(x))
 def test_windows_close_and_channels_are_selected_as_in_the_table(settings, expected):
-    schedule = Schedule(*settings, None)
+    schedule = Schedule(*settings, True)
     state = first_schedule_state(schedule, 4)
     for group, row in enumerate(expected):
         letters, waits = "", False

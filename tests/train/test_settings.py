@@ -153,7 +153,7 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
         {"output_dir": 'a "b" \\ c', "select_interval": 8, "learning_rate": 1e-9},
         {"update_interval": "auto", "select_interval": "auto", "full_warm_up_share": 0.05},
         {"window_scaling": "none", "staleness": 2, "rolling": False},
-        {"window_scaling": 0.5, "provisional_share": 0.25},
+        {"window_scaling": "auto", "provisional_share": 0.25},
         {"text_column": "é 名 🙂 𠮷", "data": "".join(map(chr, range(256))) + "\u2028\U0010ffff"},
     ):
         settings = Settings(**changed)

@@ -31,9 +31,6 @@ def description(
     The full warm-up is stored in rounds.
     """
     fixed = {k: v for k, v in settings.items() if k not in MAY_CHANGE | {"full_warm_up_share"}}
-    # The other two values give bit-identical results, so a resumed run may switch.
-    sums = settings["send_gradients"] == "per_window"
-    fixed["send_gradients"] = "per_window" if sums else "during_step"
     fixed["stream"] = settings["stream"]
     if settings["task"] != "language":
         del fixed["packing"]

@@ -199,8 +199,7 @@ def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):
-            blank = [] if state.send_gradients == "per_window" else state.mail
-            mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, blank))}
+            mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, state.mail))}
     saved, others = {}, {}
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
         place = others if id(x) in mail or x.size == 0 else saved

@@ -151,9 +151,10 @@ class ZenFlowSettings(_Group):
     staleness: int | None = option(
         None, "Steps from a window's end to its update. Default: 1; without rolling, a window."
     )
-    window_scaling: float | Literal["auto", "none"] = option(
+    window_scaling: Literal["auto", "none"] = option(
         "auto",
-        "Exponent of a window's length in its learning rate. auto: 0.5 if rolling, else none.",
+        "none: a window's update is one step, as in the paper. auto: if rolling, it is as long as "
+        "the window's steps.",
     )
     provisional_share: float = option(0.5, "Provisional step, in learning rates; 0: none.")
 
@@ -162,8 +163,8 @@ class ZenFlowSettings(_Group):
 class HostSettings(_Group):
     """Host, with zenflow and offload: how gradients reach it, and how it updates weights."""
 
-    send_gradients: Literal["during_step", "after_step", "per_window"] = option(
-        "during_step", "When gradients leave the device; per_window: after being summed there."
+    send_gradients: Literal["during_step", "after_step"] = option(
+        "during_step", "When gradients leave the device."
     )
     stream: Literal["none", "gradients", "weights"] = option(
         "none",

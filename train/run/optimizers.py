@@ -84,12 +84,11 @@ def _arguments(settings: OptimizerSettings) -> dict[str, Any]:
     if settings.optimizer == "offload":
         sending = {name: shared[name] for name in ("send_gradients", "transfer_dtype")}
         return sending | {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
-    scaling, adapts = settings.window_scaling, settings.update_interval == "auto"
-    if scaling == "auto":
-        scaling = 0.5 if settings.rolling and not adapts else "none"
+    adapts = settings.update_interval == "auto"
+    scaled = settings.window_scaling == "auto" and settings.rolling and not adapts
     arguments = shared | {
         "full_warm_up_rounds": settings.warm_up_rounds,
-        "window_scaling": None if scaling == "none" else scaling,
+        "window_scaling": scaled,
         "provisional_share": settings.provisional_share or None,
     }
     if adapts:

@@ -86,12 +86,12 @@ class EngineSave(_Checkpointable):
     optimizer state with it. Training may continue while orbax writes. An update that would
     overwrite unsaved arrays copies them first, if `copy_bytes` allows it, and otherwise waits, so a
     save delays training only if the disk takes longer than a window's steps. A checkpoint takes
-    about 16 bytes per offloaded parameter. All processes must save to the same folder.
+    up to 20 bytes per offloaded parameter. All processes must save to the same folder.
 
     Attributes:
         engine: The engine.
         copy_bytes: Maximum number of bytes for copies. None means one byte for each of this
-            process's offloaded parameters. With 16 bytes each, training never waits.
+            process's offloaded parameters. With 20 bytes each, training never waits.
 
     Raises:
         TypeError: If `engine` is not a `HostEngine`.

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax import _version
 from zenflow_jax._checkpoint.tree import (
+    SUMS,
     abstract_engine_state,
     counts_from_tree,
     options_of,
@@ -120,8 +121,8 @@ def _resume_host(
     def arrays(part: Part) -> dict[str, np.ndarray]:
         saved = leaves[part.leaf]
         names = ["master", "mu", "nu", "steps"]
-        if counts.counted[part.spec.group] and "total" in saved:
-            names.append("total")
+        if counts.counted[part.spec.group]:
+            names += SUMS
         return {name: _piece(saved, name, part, specs[part.leaf]) for name in names}
 
     worker.resume(map(arrays, parts), counts)
@@ -182,7 +183,7 @@ def _check_layout(written: Any) -> None:
 _MAY_CHANGE = (
     "Resume with the saved run's parameters and options. Only these may change: learning rate, "
     "betas, eps, weight decay, `max_grad_norm`, devices, processes, `partition_replicated` and "
-    "`send_gradients` (unless that is 'per_window'). "
+    "`send_gradients`. "
     "The number of selected channels also depends on the number of devices that divide a channel "
     "axis, unless `topk_ratio` times the channels of each device is a whole number. "
     "A mesh may divide the layers of a stack only if the saved run's mesh did."
@@ -194,9 +195,8 @@ def _describe_options(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> 
     words = {
         f"`{name}`": _number(*np.ravel(x).tolist())
         for name, x in options.items()
-        if name not in ("leaves", "groups", "send_gradients")
+        if name not in ("leaves", "groups")
     }
-    words["`send_gradients`"] = '"per_window"' if options["send_gradients"] else "another value"
     words["the number of leaves"] = str(len(options["leaves"]))
     # Only a mesh that divides the layers of a stack changes the number of ranges.
     labels = ("channel axis", "number of selected channels", "weight decay", "number of ranges")

@@ -21,7 +21,13 @@ from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._checkpoint.resume import fingerprints_of_live_arrays
 from zenflow_jax._checkpoint.stored import write_state
-from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays, small_sharding
+from zenflow_jax._checkpoint.tree import (
+    SUMS,
+    arrays_of_leaves,
+    place_of,
+    small_arrays,
+    small_sharding,
+)
 from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import Tokens
@@ -31,6 +37,7 @@ from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
+from zenflow_jax._host.numpy_kernel import Sums
 from zenflow_jax._host.state import HostLeaf
 
 # The number of elements to assemble at once, if the formats in memory and in the file differ.
@@ -110,6 +117,7 @@ class Saver:
             shares=progress.shares,
             fingerprints=fingerprints,
             counted=[window.counted for window in host.open],
+            scalars=host.scalars,
             windows=host.windows,
             skipped=self._worker.stats.skipped_steps,
         )
@@ -119,9 +127,8 @@ class Saver:
         places = {}
         for i in parts:
             part = self._offloaded.parts[i]
-            spec, names = self._offloaded.specs[part.leaf], list(arrays[part.leaf])
-            if "total" in names and not counts.counted[part.spec.group]:
-                names.remove("total")
+            spec, counted = self._offloaded.specs[part.leaf], counts.counted[part.spec.group]
+            names = [name for name in arrays[part.leaf] if counted or name not in SUMS]
             places[i] = {name: place_of(name, part, spec) for name in names}
         adam = HostAdam(self._host_kernel, 1)
         stream = EngineStream(
@@ -288,21 +295,22 @@ class EngineStream:
             before = self.before[i]
             channels = leaf.channels if before is None else before
             yield 0, channels + self.offloaded.parts[i].first
-        elif name == "total":
+        elif name in SUMS:
             for begin in range(0, leaf.master.size, _CHUNK):
-                yield begin, self._sum(leaf, begin, min(begin + _CHUNK, leaf.master.size))
+                sums = self._sums(leaf, begin, min(begin + _CHUNK, leaf.master.size))
+                yield begin, sums[SUMS.index(name)]
         else:
             yield from getattr(leaf, name).chunks(_CHUNK)
 
-    def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
-        """Returns elements of the open window's sum, bit-identical for any chunk size."""
-        total = np.empty(end - begin, np.float32)
-        window = leaf.open
-        if window.total is not None:
-            np.copyto(total, window.total.reshape(-1)[begin:end])
+    def _sums(self, leaf: HostLeaf, begin: int, end: int) -> Sums:
+        """Returns elements of the open window's sums, bit-identical for any chunk size."""
+        sums, window = Sums(*(np.empty(end - begin, np.float32) for _ in SUMS)), leaf.open
+        if window.sums is not None:
+            for x, whole in zip(sums, window.sums.flat, strict=True):
+                np.copyto(x, whole[begin:end])
         mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.kept]
-        self.adam.accumulate(total, mails, first=window.total is None)
-        return total
+        self.adam.accumulate(sums, mails, first=window.sums is None)
+        return sums
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
         """Makes a leaf's array, in its devices' host memory; CPUs share NumPy's memory."""
@@ -318,7 +326,7 @@ class EngineStream:
     def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
         """Makes an array for part `i`, zero where no value is saved."""
         places = self.places[i]
-        place = places.get(name, places["master"])  # where the sum would be
+        place = places.get(name, places["master"])  # where a sum would be
         array = aligned_zeros(_size(place), self._array(i, name).dtype)
         if name in places:
             for begin, elements in self._elements(i, leaf, name):

@@ -200,7 +200,7 @@ class StoredArray:
         self.dtype = dtype
         self.pieces: dict[tuple[int, ...], _Tensor] = {}  # by their start indices
         # Sums of windows without steps are not written.
-        self._zero_elsewhere = name == "total"
+        self._zero_elsewhere = name in ("total", "squares")
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part; `index` contains a slice with start and stop for each axis."""

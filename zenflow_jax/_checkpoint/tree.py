@@ -21,10 +21,13 @@ from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import NONE, Counts
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
+from zenflow_jax._spec.scalars import no_scalars
 from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
 
+#: The sums of an open window's gradients and of their squares.
+SUMS = ("total", "squares")
 #: Arrays with a leaf's shape.
-WIDE = ("master", "mu", "nu", "total")
+WIDE = ("master", "mu", "nu", *SUMS)
 _NUMBERS = "step windows token skipped reselections open_steps counted pending".split()
 
 
@@ -44,9 +47,6 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
             name: np.array(-1 if (x := getattr(schedule, name)) is None else x, np.float32)
             for name in sorted(numbers)
         },
-        # 1 for "per_window", whose sums are in the optimizer state; the other two are
-        # bit-identical.
-        "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
         # For each leaf: channel axis (-1 if resident), selected channels, weight decay, ranges.
         "leaves": np.array(rows, np.int32).reshape(-1, 4),
         # For each range of each leaf.
@@ -92,6 +92,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         pending=[NONE for _ in none],
         shares=np.full(len(none), np.nan, np.float32),
         fingerprints=np.zeros(len(state.leaves), np.uint32),
+        scalars=no_scalars([leaf.spec for leaf in state.leaves]),
     )
     like = small_sharding(state)
     small = jax.tree.map(
@@ -123,6 +124,7 @@ def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
         "window_lengths": np.array(lengths, np.int32),
         "shares": np.array(counts.shares, np.float32),
         "fingerprints": counts.fingerprints,
+        "scalars": counts.scalars,
         "schedule_state": {
             name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
             for name, x in counts.schedule_state._asdict().items()
@@ -140,22 +142,18 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
         window_lengths={i: n for i, n in lengths if n},
         shares=np.asarray(tree["shares"]),
         fingerprints=np.asarray(tree["fingerprints"]),
+        scalars=np.asarray(tree["scalars"]),
         schedule_state=ScheduleState(**schedule_state),
     )
 
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """Returns the saved arrays for each offloaded leaf."""
-    sums_on_device = state.send_gradients.sums_on_device
     leaves = zip(state.leaves, state.mail, strict=True)
-    return [
-        _arrays_of(leaf.spec, mail, sums_on_device)
-        for leaf, mail in leaves
-        if not leaf.spec.resident
-    ]
+    return [_arrays_of(leaf.spec, mail) for leaf, mail in leaves if not leaf.spec.resident]
 
 
-def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any]:
+def _arrays_of(spec: LeafSpec, mail: Any) -> dict[str, Any]:
     """Returns a leaf's saved arrays, placed like its mail; an abstract leaf may lack a sharding."""
     sharding = mail.sharding
     wide = each = None
@@ -171,8 +169,6 @@ def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any
         return jax.ShapeDtypeStruct((*spec.stack, n), np.int32, sharding=each)
 
     arrays = {name: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=wide) for name in WIDE}
-    if sums_on_device:
-        del arrays["total"]  # the sums are mail in the optimizer state
     arrays["steps"] = counts(spec.n)
     if spec.k:  # orbax cannot write empty arrays
         # The channels that were selected while the pending update's window was open.

@@ -1,31 +1,12 @@
-"""One AdamW step on float32 arrays with a step count per channel, and the sum of gradients.
+"""One AdamW step on float32 arrays with a step count per channel.
 
 The functions are pure and elementwise. `_host/adam.py` is the counterpart for NumPy arrays.
 """
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from zenflow_jax._spec.scalars import AdamScalars
-
-
-def add_gradient(
-    total: Float[Array, "..."],
-    g: Float[Array, "..."],
-    factor: Float[Array, ""],
-    finite: Bool[Array, ""],
-) -> Float[Array, "..."]:
-    """Returns a window's sum plus `factor * g`, or the sum alone if the step is skipped.
-
-    The addition is in float32; the result is rounded to the sum's dtype.
-    """
-    wide = g.astype(jnp.float32)
-    if g.dtype == jnp.bfloat16:
-        # XLA:GPU drops a cast to bfloat16 and back, and with it the rounding (jax 0.10.2).
-        wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
-    new = total.astype(jnp.float32) + wide * factor
-    return jnp.where(finite, new.astype(total.dtype), total)
 
 
 def adamw(

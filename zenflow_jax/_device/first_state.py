@@ -117,18 +117,17 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
 def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
     """Makes one leaf's mail before the first step.
 
-    The array has the shape of mail if sums start from it, or if a branch of `optax.MultiSteps` may
-    return it. Otherwise it is one element per device, with the same sharding; it is not empty,
-    because some checkpoint libraries reject empty arrays.
+    The array has the shape of mail if a branch of `optax.MultiSteps` may return it. Otherwise it is
+    one element per device, with the same sharding; it is not empty, because some checkpoint
+    libraries reject empty arrays.
     """
     if not sending.in_step:
         rank = len(spec.shape)
     elif spec.placement is None:
         return host_zeros(spec.shape, spec.mail_dtype, rank, p)
-    whole = sending.in_step or sending.sums_on_device
 
     def zeros(shard: Shard, _: jax.Array) -> jax.Array:
-        shape = shard.part.shape if whole else (1,) * len(spec.shape)
+        shape = shard.part.shape if sending.in_step else (1,) * len(spec.shape)
         return with_rank(jnp.zeros(shape, spec.mail_dtype), rank)
 
     layout = Layout(spec)

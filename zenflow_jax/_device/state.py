@@ -106,17 +106,17 @@ class ZenFlowState(NamedTuple):
         leaves: A sequence with each parameter leaf's state, in order, and with the settings in its
             treedef. It is not a tree like the parameters, because flax nnx passes different trees
             to init and update.
-        mail: A tuple with each leaf's gradient or sum, depending on `send_gradients`; None for a
-            resident leaf. `exchange` replaces it after every step.
+        mail: A tuple with each leaf's gradient; None for a resident leaf. `exchange` replaces it
+            after every step.
         token: int32 (). The step token, which `exchange` sets; -1 after a step.
         step_scalars: The scalars in the mail.
         layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
             includes the number.
 
     With `send_gradients="during_step"`, mail is in pinned host memory, with unit axes. With
-    "after_step", it stays on the device, where `exchange` replaces it with one element per device;
-    with "per_window", it is a sum on the device. With the last two, no part of the state is in host
-    memory: copies of a few scalars would make XLA:GPU keep all activations (benchmarks/LOG.md).
+    "after_step", it stays on the device, where `exchange` replaces it with one element per device,
+    and no part of the state is in host memory: copies of a few scalars would make XLA:GPU keep all
+    activations (benchmarks/LOG.md).
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax

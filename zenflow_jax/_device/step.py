@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._device.adamw import adamw, add_gradient
+from zenflow_jax._device.adamw import adamw
 from zenflow_jax._device.channels import (
     broadcast_channels,
     gather_to_channels,
@@ -241,18 +241,6 @@ def _step_similar(
         (lay.block, state),
     )
     return step(p, seen, leaf, scalars, verdict, length)
-
-
-def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Verdict) -> jax.Array:
-    """Adds the step's gradient to one leaf's sum for the open window."""
-    part = Layout(spec).part
-    add = on_each_device(
-        lambda _, total, mail, verdict: add_gradient(total, mail, *verdict),
-        spec,
-        [part, part, REPLICATED],
-        part,
-    )
-    return add(total, seen.mail, verdict)
 
 
 def _step(

@@ -75,7 +75,7 @@ class Integrity:
         # Comparisons use only the warm-up and the provisional share; with equal other options, runs
         # share programs.
         same: dict[str, Any] = {"window": 1, "select": 1, "groups": 1, "staleness": None}
-        schedule = dataclasses.replace(state.schedule, **same, window_scaling=None)
+        schedule = dataclasses.replace(state.schedule, **same, window_scaling=False)
         self._extent = _Extent(schedule, everything)
         compared = [i for i, spec in enumerate(self._specs) if 0 not in spec.shape]
         gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_COMPARISON)

@@ -1,6 +1,5 @@
 """Messages from the calling thread to the worker, with futures for the results."""
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ class Mail(_Message):
 
     step: int  # the expected step
     token: int  # the expected token
-    gradients: list[jax.Array]  # one array for each leaf; empty if the device sums them
+    gradients: list[jax.Array]  # one array for each leaf
     step_scalars: StepScalars
     on_device: bool  # whether gradients and scalars are still on the device
 
@@ -74,15 +73,6 @@ class Mail(_Message):
 
 
 @dataclass(eq=False)
-class Sums(_Message):
-    """The device's sums for a group's window, which closes next; owned by the worker."""
-
-    group: int
-    gradients: list[jax.Array]  # one array for each of the group's leaves, on the device
-    last: Mail | None  # mail of the window's last step, if this engine has seen it
-
-
-@dataclass(eq=False)
 class Close(_Message):
     """Closes a group's open window. `done` resolves to its update, for each part and device.
 
@@ -109,28 +99,20 @@ class Receiver:
     def __init__(self, offloaded: OffloadedLeaves, recorder: Recorder):
         self._offloaded, self._recorder = offloaded, recorder
         self._mail = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
-        # A second thread, so that a window's sums do not hold up the next window's scalars.
-        self._sums = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
 
-    def receive(self, item: Mail | Sums, arrived: Callable[[], None]) -> None:
+    def receive(self, item: Mail, arrived: Callable[[], None]) -> None:
         """Starts waiting for a message's arrays; calls `arrived` when they are in host memory."""
-        if isinstance(item, Mail):
-            item.arrived = self._mail.submit(self._receive_mail, item, self._recorder.step_taken())
-        else:
-            item.arrived = self._sums.submit(self._receive_sums, item)
+        item.arrived = self._mail.submit(self._receive_mail, item, self._recorder.step_taken())
         item.arrived.add_done_callback(lambda _: arrived())
 
     def close(self) -> None:
         """Stops accepting messages; does not wait."""
         self._mail.shutdown(wait=False)
-        self._sums.shutdown(wait=False)
 
     def _receive_mail(self, item: Mail, times: tuple[float, float]) -> tuple[list, list]:
         """Waits for each piece's gradient on its first device, and for the step scalars."""
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
-        pieces = []
-        if item.gradients:
-            pieces = [part.of(item.gradients[part.leaf]) for part in self._offloaded.firsts]
+        pieces = [part.of(item.gradients[part.leaf]) for part in self._offloaded.firsts]
         if item.on_device:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
         # Mail that the step itself sent is complete when the step ends; other mail arrives later.
@@ -141,16 +123,3 @@ class Receiver:
         # Dropped only now, after the caller dropped them, because the last holder has to free them.
         item.gradients.clear()
         return pieces, step_scalars
-
-    def _receive_sums(self, item: Sums) -> list[jax.Array]:
-        """Copies each part's sum from its first device to host memory."""
-        parts = self._offloaded.groups[item.group].parts
-        pieces = copy_to_host([part.of(item.gradients[part.leaf]) for part in parts])
-        if item.last is not None:
-            item.last.arrays()  # waits for the step; the copy starts after the step
-        start = time.perf_counter()
-        jax.block_until_ready(pieces)
-        item.gradients.clear()
-        if item.last is not None:
-            self._recorder.add("mail", "copy", start, item.last.step)
-        return pieces

@@ -20,8 +20,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients, UnfitRunError
 from zenflow_jax._spec.schedule import Schedule
 
-#: The maximum number of unread mails, which limits how far Python runs ahead of the device. With
-#: "per_window", `Mailbox.send` has another limit.
+#: The maximum number of unread mails, which limits how far Python runs ahead of the device.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
 #: Platforms on which jax has a separate, limited pool of pinned memory for each device
@@ -32,13 +31,6 @@ _GPUS = ("gpu", "cuda", "rocm")
 def buffers(state: ZenFlowState) -> float:
     """Returns the maximum number of mails in host memory at once, including fractions."""
     specs, shares = _offloaded(state)
-    if state.send_gradients.sums_on_device:
-        group_shares = [0.0] * state.schedule.groups
-        for spec, share in zip(specs, shares, strict=True):
-            for part in spec.ranges:
-                group_shares[part.group] += share * part.shape[0] / spec.shape[0]
-        # Sums for windows that are being updated, and for windows that close next.
-        return min(2.0, _waiting(state.schedule, group_shares) + 2 * max(group_shares))
     written, placeholders = int(state.send_gradients.in_step), 0.0
     if written:  # the state's placeholder mail has full size
         shapes = {(spec.shape, spec.mail_dtype): x for spec, x in zip(specs, shares, strict=True)}

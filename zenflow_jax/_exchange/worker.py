@@ -24,7 +24,7 @@ import numpy as np
 from zenflow_jax._device.memory import copy_to_host, nbytes, view
 from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
-from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
+from zenflow_jax._exchange.messages import Close, Mail, Receiver
 from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
 from zenflow_jax._exchange.progress import Counts
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
@@ -55,7 +55,7 @@ class Worker:
         self.recorder = Recorder()
         self._max_skipped = max_skipped
         self._offloaded = offloaded
-        self._messages: deque[Mail | Sums | Close] = deque()  # unfinished, in order
+        self._messages: deque[Mail | Close] = deque()  # unfinished, in order
         self._receiver = Receiver(offloaded, self.recorder)
         self._updates: deque[_Update] = deque()  # started, in order
         self._condition = threading.Condition()
@@ -74,9 +74,10 @@ class Worker:
     def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
         """Resumes a saved run; see `HostState.resume`."""
         self.host.resume(arrays, counts.counted, closed=counts.windows)
+        self.host.scalars = counts.scalars
         self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
-    def post(self, item: Mail | Sums | Close) -> None:
+    def post(self, item: Mail | Close) -> None:
         if not isinstance(item, Close):
             try:
                 self._receiver.receive(item, self._wake)
@@ -200,21 +201,17 @@ class Worker:
             self._begin(item)
         else:
             with jax.profiler.TraceAnnotation("zenflow: take in mail"):
-                if isinstance(item, Mail):
-                    self.recorder.works_at("take in", item.step)
-                    self._take_in(item)
-                else:
-                    self.recorder.works_at("take in sums", self.host.windows + 1)
-                    self._take_in_sums(item)
+                self.recorder.works_at("take in", item.step)
+                self._take_in(item)
             self._finish(item, None)
 
-    def _next(self) -> Mail | Sums | Close | None:
+    def _next(self) -> Mail | Close | None:
         """Returns the next message, if its arrays have arrived."""
         first = next((message for message in self._messages if not message.begun), None)
         waits = first is None or (first.arrived is not None and not first.arrived.done())
         return None if waits else first
 
-    def _finish(self, message: Mail | Sums | Close, result: Any) -> None:
+    def _finish(self, message: Mail | Close, result: Any) -> None:
         message.done.set_result(result)
         with self._condition:
             self._messages.remove(message)
@@ -225,19 +222,17 @@ class Worker:
         sent = StepScalars(*map(view, step_scalars)).unpack()
         step, factor = int(sent.step), float(sent.factor)
         mail.check(step, int(sent.token))
-        self.host.scalars = [AdamScalars(*map(float, scalars)) for scalars in sent.adam]
-        for scalars in self.host.scalars:
+        self.host.scalars = np.array(sent.adam, np.float32)
+        for scalars in self.host.scalars.tolist():
             if not np.isfinite(scalars).all():
                 raise ValueError(
-                    f"A hyperparameter is not finite at step {step}: {scalars}. Check the learning "
-                    "rate schedule, and other computed hyperparameters."
+                    f"A hyperparameter is not finite at step {step}: {AdamScalars(*scalars)}. "
+                    "Check the learning rate schedule, and other computed hyperparameters."
                 )
         read = nbytes((gradients, step_scalars))
-        if sent.finite and gradients:
+        if sent.finite:
             pieces, parts = [view(g) for g in gradients], self._offloaded.parts
             self.host.add([part.cut_mail(pieces[part.piece]) for part in parts], factor)
-        elif sent.finite:
-            self.host.count()
         gradients.clear()
         step_scalars.clear()
         before = self.stats.skipped_in_a_row
@@ -248,14 +243,6 @@ class Worker:
         )
         if not sent.finite:
             check_skipped_steps(before + 1, step, self._max_skipped)
-
-    def _take_in_sums(self, item: Sums) -> None:
-        self._where = f"the sums of window {self.host.windows + 1}"
-        sums = item.arrays()
-        read = nbytes(sums)
-        self.host.take_sums([view(x) for x in sums], item.group)
-        sums.clear()
-        self._count(bytes_to_host=read)
 
     def _begin(self, close: Close) -> None:
         close.merged_uploads.clear()

@@ -20,7 +20,13 @@ import numpy as np
 from zenflow_jax._host.arrays import HostArray, Segments, Tile, flat, in_turn
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment
-from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, Weighted
+from zenflow_jax._host.numpy_kernel import (
+    GRADIENTS_PER_PASS,
+    NumpyKernel,
+    Step,
+    Sums,
+    Weighted,
+)
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
@@ -64,22 +70,23 @@ class HostAdam:
         # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
 
-    def accumulate(self, total: np.ndarray, gradients: WeightedGradients, *, first: bool) -> None:
-        """Adds gradients, each multiplied by its factor, to the float32 `total`, in order.
+    def accumulate(self, sums: Sums, gradients: WeightedGradients, *, first: bool) -> None:
+        """Adds gradients, each multiplied by its factor, and their squares to `sums`, in order.
 
-        If `first`, overwrites `total`.
+        If `first`, overwrites `sums`.
         """
-        assert all(total.shape == g.shape for g, _ in gradients)
+        size = sums.gradients.size
+        assert all(g.shape == sums.gradients.shape for g, _ in gradients)
         kernel = self._kernel_for(*(g for g, _ in gradients))
-        sums = flat(total)
+        totals = sums.flat
         addends = [(flat(g), np.float32(factor)) for g, factor in gradients]
 
         def work(tile: Tile) -> None:
             part = slice(tile[2], tile[3])
-            kernel.accumulate(sums[part], [(g[part], factor) for g, factor in addends], first)
+            share = [(g[part], factor) for g, factor in addends]
+            kernel.accumulate(Sums(*(x[part] for x in totals)), share, first)
 
-        limit = self._limit(kernel, total.size)
-        self._run(work, Segments.of((1, 1, 1, total.size)).tiles(limit))
+        self._run(work, Segments.of((1, 1, 1, size)).tiles(self._limit(kernel, size)))
 
     def adamw(
         self,
@@ -91,12 +98,14 @@ class HostAdam:
         scale: float,
         active: np.ndarray,
         hyperparameters: WindowStep,
+        sums: Sums | None = None,
     ) -> Iterator[None]:
-        """Takes an AdamW step on the active channels, with `scale` times the sum of `gradients`.
+        """Takes an AdamW step on the active channels, with `scale` times the sums over `gradients`.
 
-        Accepts at most `GRADIENTS_PER_PASS` gradients; summing some with `accumulate` first is
-        bit-identical. `steps` (int32) and `active` have shape `(entries, n)`. Inactive channels
-        stay unchanged.
+        The first moment gets the sum of gradients, the second the sum of their squares. Accepts at
+        most `GRADIENTS_PER_PASS` gradients; passing `sums` over the first of them, from
+        `accumulate`, is bit-identical. `steps` (int32) and `active` have shape `(entries, n)`.
+        Inactive channels stay unchanged.
 
         This is a generator, so that the caller can do other work between chunks of a few
         milliseconds. It reads `steps` and `active`, and writes `steps`, when it starts.
@@ -104,7 +113,7 @@ class HostAdam:
         assert (mu.scales is None) == (nu.scales is None)
         assert mu.shape == nu.shape == masters.shape
         assert all(x.flags.writeable for x in (*masters.arrays, *mu.arrays, *nu.arrays))
-        assert gradients
+        assert gradients or sums is not None
         assert all(g.shape == masters.shape for g, _ in gradients)
         assert steps.dtype == np.int32
         assert steps.shape == active.shape == masters.shape[::2]
@@ -117,6 +126,7 @@ class HostAdam:
             masters=masters,
             mu=mu,
             nu=nu,
+            sums=None if sums is None else sums.flat,
             gradients=[(flat(g), np.float32(factor)) for g, factor in gradients],
             active=active.reshape(-1),
             m_debias=_debias(steps, hyperparameters.b1),
@@ -241,10 +251,10 @@ class NumbaKernel:
 
         self.tile, self._loops = tile, numba_loops
 
-    def accumulate(self, total: np.ndarray, gradients: Weighted, first: bool) -> None:
+    def accumulate(self, sums: Sums, gradients: Weighted, first: bool) -> None:
         for i in range(0, len(gradients), GRADIENTS_PER_PASS):
             together = _padded(gradients[i : i + GRADIENTS_PER_PASS])
-            self._loops.accumulate(total, *together, first and i == 0)
+            self._loops.accumulate(*sums, True if first and i == 0 else None, *together)
 
     def adamw(self, step: Step, tile: Tile) -> None:
         """Takes the step on one tile."""
@@ -252,11 +262,11 @@ class NumbaKernel:
         assert p.cast is None  # float16 uses the NumPy kernel
         moments = (m.values, m.scales, v.values, v.scales)
         arrays = [None if x is None else _bits(flat(x)) for x in (p.values, p.rest, *moments)]
-        channels = (step.active, step.m_debias, step.v_debias)
         _, rows, width, trailing = p.segments
         loop = self._loops.adamw_trailing if trailing else self._loops.adamw_leading
-        scalars = (step.scale, *step.scalars)
-        loop(*arrays, _padded(step.gradients), channels, scalars, rows, width, tile)
+        gradients = (None if step.sums is None else tuple(step.sums), *_padded(step.gradients))
+        channels = (step.active, step.m_debias, step.v_debias)
+        loop(*arrays, (gradients, channels, (step.scale, *step.scalars)), rows, width, tile)
 
 
 def _padded(gradients: Weighted) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:

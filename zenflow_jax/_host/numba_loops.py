@@ -12,9 +12,9 @@ None, which have different types.
 
 Letters: `p, m, v` master and moments, each `(segments, width)`, flattened. For split masters
 (`masters.py`) `p` has the rounded numbers and `rest` the lower bits; otherwise `rest` is None.
-Without codes, `m_scales` and `v_scales` are also None. `gs` are eight gradients and `fs` their
-factors; for a missing gradient they are None and 0. A tile covers the segments `first` to `last`,
-and in each the elements `left` to `right`, in whole buckets.
+Without codes, `m_scales` and `v_scales` are also None. `sums` are over earlier gradients and their
+squares, a pair or None; `gs` are eight more gradients and `fs` their factors, None and 0 if there
+are fewer. A tile is elements `left` to `right`, in whole buckets, of segments `first` to `last`.
 """
 
 import inspect
@@ -40,8 +40,7 @@ _ROUNDER = np.float32(1.5 * 2**23)
 # Elements in a chunk with leading channels: larger scratch exceeds the L1 cache, and smaller chunks
 # take more calls. With trailing channels, a chunk has a bucket's rows and this many lanes: with
 # fewer, the scratch (512 KiB) would fit in the L1 cache, but memory reads would be short.
-_CHUNK = 4096
-_LANES = 2048
+_CHUNK, _LANES = 4096, 2048
 
 # These functions are never called from C, and inner functions never from Python. Numba's wrappers
 # for both took a third of the compile time. Both options of `numba.njit` are undocumented; it
@@ -85,39 +84,48 @@ _widened = by_type(
     lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32),
     lambda x: x,
 )
-_added = by_type(
-    0,
-    numba.none,
-    lambda total, g, f, i: _widened(g[i]) * f,
-    lambda total, g, f, i: total + _widened(g[i]) * f,
+
+
+def _first(sums, g, f, i):
+    x = _widened(g[i]) * f
+    return x, x * x
+
+
+def _added(total, squares, g, f, i):
+    x = _widened(g[i]) * f
+    return total + x, squares + x * x
+
+
+_plus = by_type(2, numba.none, lambda total, squares, g, f, i: (total, squares), _added)
+_begun = by_type(
+    0, numba.none, _first, lambda sums, g, f, i: _plus(sums[0][i], sums[1][i], g, f, i)
 )
-_plus = by_type(
-    1,
-    numba.none,
-    lambda total, g, f, i: total,
-    lambda total, g, f, i: _added(total, g, f, i),
-)
+
+_earlier = by_type(0, numba.none, lambda first, *sums: sums, lambda first, *sums: None)
 
 
 @inner
-def _sum(total, gs, fs, i):
-    """Sums in order; each product and sum is rounded, as in separate passes."""
-    a = _plus(_plus(total, gs[0], fs[0], i), gs[1], fs[1], i)
-    b = _plus(_plus(a, gs[2], fs[2], i), gs[3], fs[3], i)
-    c = _plus(_plus(b, gs[4], fs[4], i), gs[5], fs[5], i)
-    return _plus(_plus(c, gs[6], fs[6], i), gs[7], fs[7], i)
+def _sum(sums, gs, fs, i):
+    """Sums gradients and squares in order; every operation rounds, as in separate passes."""
+    a, b = _begun(sums, gs[0], fs[0], i)
+    a, b = _plus(a, b, gs[1], fs[1], i)
+    a, b = _plus(a, b, gs[2], fs[2], i)
+    a, b = _plus(a, b, gs[3], fs[3], i)
+    a, b = _plus(a, b, gs[4], fs[4], i)
+    a, b = _plus(a, b, gs[5], fs[5], i)
+    a, b = _plus(a, b, gs[6], fs[6], i)
+    return _plus(a, b, gs[7], fs[7], i)
 
 
 @compiled
-def accumulate(total, gs, fs, first):
-    if first:
-        for e in range(total.size):
-            i = np.uintp(e)
-            total[i] = _sum(None, gs, fs, i)
-    else:
-        for e in range(total.size):
-            i = np.uintp(e)
-            total[i] = _sum(total[i], gs, fs, i)
+def accumulate(total, squares, first, gs, fs):
+    sums = _earlier(first, total, squares)
+    for e in range(total.size):
+        i = np.uintp(e)
+        # Assigning a tuple to two elements would stop vectorization.
+        a, b = _sum(sums, gs, fs, i)
+        total[i] = a
+        squares[i] = b
 
 
 def _joined(p, rest, i):
@@ -165,31 +173,29 @@ def bfloat16_bits(x):
 
 
 @inner
-def _element(p, m, v, g, m_debias, v_debias, scalars):
+def _element(p, m, v, g, squares, m_debias, v_debias, scalars):
     scale, learning_rate, b1, b2, one_minus_b1, one_minus_b2, eps, weight_decay = scalars
-    g = g * scale
-    m = m * b1 + g * one_minus_b1
-    v = v * b2 + (g * g) * one_minus_b2
+    m = m * b1 + (g * scale) * one_minus_b1
+    v = v * b2 + (squares * scale) * one_minus_b2
     direction = (m * m_debias) / (np.sqrt(v * v_debias) + eps) + p * weight_decay
     return p - direction * learning_rate, m, v
 
 
 @inner
-def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes, scalars):
+def _advance(p, rest, at, m, v, at_m, size, inputs, channel, lanes):
     """Takes the step on `size` neighbours, from element `at` of masters and `at_m` of moments.
 
     They are in one channel or, if `lanes` is True, in consecutive channels.
     """
-    gs, fs = gradients
-    active, m_debias, v_debias = channels
+    (sums, gs, fs), (active, m_debias, v_debias), scalars = inputs
     for e in range(size):
         i, j = np.uintp(at + e), np.uintp(at_m + e)
         c = np.uintp(channel) if lanes is None else np.uintp(channel + e)
         # Writes every lane, because LLVM vectorizes conditional stores only with masked stores.
         on = True if lanes is None else active[c]
-        g = _sum(None, gs, fs, i)
+        g, squares = _sum(sums, gs, fs, i)
         x = _master(p, rest, i)
-        x, new_m, new_v = _element(x, m[j], v[j], g, m_debias[c], v_debias[c], scalars)
+        x, new_m, new_v = _element(x, m[j], v[j], g, squares, m_debias[c], v_debias[c], scalars)
         _keep(x, p, rest, i, on)
         m[j] = new_m if on else m[j]
         v[j] = new_v if on else v[j]
@@ -202,11 +208,9 @@ _work_array = by_type(
 
 
 @compiled
-def adamw_leading(
-    p, rest, m, m_scales, v, v_scales, gradients, channels, scalars, rows, width, tile
-):
+def adamw_leading(p, rest, m, m_scales, v, v_scales, inputs, rows, width, tile):
     first, last, left, right = tile
-    active, m_debias, v_debias = channels
+    active, m_debias, v_debias = inputs[1]
     wide_m, wide_v = _work_array(m, m_scales, _CHUNK), _work_array(v, v_scales, _CHUNK)
     buckets = _buckets(width)
     most = max(_CHUNK // max(right - left, 1), 1)
@@ -233,7 +237,7 @@ def adamw_leading(
             if m_scales is not None:
                 _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None, None)
                 _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, True, None)
-            _advance(p, rest, i, wide_m, wide_v, at_m, j - i, gradients, channels, s, None, scalars)
+            _advance(p, rest, i, wide_m, wide_v, at_m, j - i, inputs, s, None)
             if m_scales is not None:
                 _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None, True)
                 _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, True, True)
@@ -241,11 +245,9 @@ def adamw_leading(
 
 
 @compiled
-def adamw_trailing(
-    p, rest, m, m_scales, v, v_scales, gradients, channels, scalars, rows, width, tile
-):
+def adamw_trailing(p, rest, m, m_scales, v, v_scales, inputs, rows, width, tile):
     first, last, left, right = tile
-    active, m_debias, v_debias = channels
+    active, m_debias, v_debias = inputs[1]
     lanes = right - left if m_scales is None else min(_LANES, right - left)
     wide_m = _work_array(m, m_scales, BUCKET * lanes)
     wide_v = _work_array(v, v_scales, BUCKET * lanes)
@@ -262,9 +264,7 @@ def adamw_trailing(
             for r in range(height):
                 at = i + r * width
                 at_m = at if m_scales is None else r * size
-                _advance(
-                    p, rest, at, wide_m, wide_v, at_m, size, gradients, channels, c, True, scalars
-                )
+                _advance(p, rest, at, wide_m, wide_v, at_m, size, inputs, c, True)
             if m_scales is not None:
                 _convert_rows(m[i:], m_scales[k:], wide_m, shape, on, None, True)
                 _convert_rows(v[i:], v_scales[k:], wide_v, shape, on, True, True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zenflow_jax._host.arrays import BUCKET, Tile
+from zenflow_jax._host.arrays import BUCKET, Tile, flat
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment
 from zenflow_jax._spec.scalars import AdamScalars
@@ -24,12 +24,24 @@ GRADIENTS_PER_PASS = 8
 Weighted = list[tuple[np.ndarray, np.float32]]
 
 
+class Sums(NamedTuple):
+    """Float32 sums over gradients, each multiplied by its factor."""
+
+    gradients: np.ndarray
+    squares: np.ndarray
+
+    @property
+    def flat(self) -> "Sums":
+        return Sums(*map(flat, self))
+
+
 class Step(NamedTuple):
     """One leaf's AdamW step, as the kernels see it."""
 
     masters: Masters
     mu: Moment
     nu: Moment
+    sums: Sums | None  # over earlier gradients, if these were summed; flat
     gradients: Weighted  # flat
     active: np.ndarray  # (entries * n,) bool
     m_debias: np.ndarray  # (entries * n,) float32, reciprocals of the bias corrections
@@ -45,15 +57,11 @@ class NumpyKernel:
         self.tile = tile
         self._local = threading.local()
 
-    def accumulate(self, total: np.ndarray, gradients: Weighted, first: bool) -> None:
+    def accumulate(self, sums: Sums, gradients: Weighted, first: bool) -> None:
+        (scratch,) = self._scratch(1, sums.gradients.shape)
         with np.errstate(all="ignore"):  # the device decides which steps are finite
             for i, (g, factor) in enumerate(gradients):
-                if first and i == 0:
-                    _widen_into(total, g, factor)
-                else:
-                    (x,) = self._scratch(1, total.shape)
-                    _widen_into(x, g, factor)
-                    total += x
+                _add(sums, g, factor, scratch, first and i == 0)
 
     def adamw(self, step: Step, tile: Tile) -> None:
         """Takes the step on one tile."""
@@ -70,23 +78,25 @@ class NumpyKernel:
         masked = not where.all()
         if not where.any():
             return
-        x, y, *scratch = self._scratch(5, (last - first, right - left))
+        x, squares, y, *scratch = self._scratch(6, (last - first, right - left))
         old = [a.read_tile(tile, s) for a, s in zip(arrays, scratch, strict=True)]
         new = scratch if masked else old
         (p, m, v), (new_p, new_m, new_v), s = old, new, step.scalars
         with np.errstate(all="ignore"):
+            if step.sums is not None:
+                np.copyto(x, segments.region(step.sums.gradients, tile))
+                np.copyto(squares, segments.region(step.sums.squares, tile))
             for i, (g, factor) in enumerate(step.gradients):
-                _widen_into(y if i else x, segments.region(g, tile), factor)
-                if i:
-                    x += y
+                first_one = step.sums is None and i == 0
+                _add(Sums(x, squares), segments.region(g, tile), factor, y, first_one)
             x *= step.scale
+            squares *= step.scale
             np.multiply(x, s.one_minus_b1, out=y)
             np.multiply(m, s.b1, out=new_m)
             new_m += y
-            np.multiply(x, x, out=x)
-            x *= s.one_minus_b2
+            squares *= s.one_minus_b2
             np.multiply(v, s.b2, out=new_v)
-            new_v += x
+            new_v += squares
             np.multiply(new_v, by_channel(step.v_debias), out=x)
             np.sqrt(x, out=x)
             x += s.eps
@@ -103,14 +113,22 @@ class NumpyKernel:
     def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
         """Returns `count` uninitialized float32 arrays for the calling thread."""
         if not hasattr(self._local, "scratch"):
-            self._local.scratch = np.empty((5, max(self.tile, BUCKET)), np.float32)
+            self._local.scratch = np.empty((6, max(self.tile, BUCKET)), np.float32)
         size = int(np.prod(shape))
         return [x[:size].reshape(shape) for x in self._local.scratch[:count]]
 
 
-def _widen_into(x: np.ndarray, g: np.ndarray, factor: np.float32) -> None:
+def _add(sums: Sums, g: np.ndarray, factor: np.float32, scratch: np.ndarray, first: bool) -> None:
+    """Adds `factor * g` and its square to the sums, or sets the sums to them if `first`."""
+    x = sums.gradients if first else scratch
     if g.dtype == np.float32:
         np.multiply(g, factor, out=x)
     else:
         np.copyto(x, g)  # exact, releases the GIL, and is faster than shifting bits
         x *= factor
+    if first:
+        np.multiply(x, x, out=sums.squares)
+        return
+    np.add(sums.gradients, x, out=sums.gradients)
+    x *= x
+    np.add(sums.squares, x, out=sums.squares)

@@ -15,9 +15,9 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros, copied
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
-from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, Sums
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
+from zenflow_jax._spec.scalars import AdamScalars, WindowStep, no_scalars, window_step
 from zenflow_jax._spec.schedule import Schedule
 
 #: The maximum number of mails to keep. An update frees the closed window's mails leaf by leaf while
@@ -29,17 +29,13 @@ MAILS_KEPT = 5
 class WindowGradients:
     """One leaf's gradients in a window, until they are used."""
 
-    # The float32 sum of the earliest gradients, if any were summed; the leaf owns its memory.
-    total: np.ndarray | None = None
+    # Sums over the earliest gradients, if any were summed; the leaf owns their memory.
+    sums: Sums | None = None
     # The later gradients in order, each with its factor: views that keep their host memory alive.
     kept: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
 
-    @property
-    def weighted(self) -> list[tuple[np.ndarray, float]]:
-        return [*([] if self.total is None else [(self.total, 1.0)]), *self.kept]
-
     def clear(self) -> None:
-        self.total, self.kept = None, []
+        self.sums, self.kept = None, []
 
 
 @dataclasses.dataclass
@@ -53,8 +49,7 @@ class HostLeaf:
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
     channels: np.ndarray  # int32 (entries, k), ascending: the selected channels
     open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
-    # Unused sums. During an update, two sums may be in use: its window's and the next window's.
-    spare: list[np.ndarray] = dataclasses.field(default_factory=list)
+    spare: Sums | None = None  # sums of an earlier window, to be overwritten
 
     @classmethod
     def new(
@@ -77,13 +72,13 @@ class HostLeaf:
     @property
     def written(self) -> list[np.ndarray]:
         """Returns the arrays that updates write and `copy` copies."""
-        total = [] if self.open.total is None else [self.open.total]
-        return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *total]
+        sums = self.open.sums or ()
+        return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *sums]
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """Returns all of the leaf's own arrays, including spare sums but not mails."""
-        return [*self.written, self.channels, *self.spare]
+        """Returns all of the leaf's own arrays, including spare sums but not mail."""
+        return [*self.written, self.channels, *(self.spare or ())]
 
     @property
     def to_upload(self) -> np.ndarray:
@@ -92,9 +87,12 @@ class HostLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Returns a copy's bytes without step counts: at most 16 per parameter."""
-        total = 4 * self.master.size if self.open.kept and self.open.total is None else 0
-        return sum(x.nbytes for x in self.written) - self.steps.nbytes + total
+        """Returns a copy's bytes without step counts: at most 20 per parameter."""
+        sums = 8 * self.master.size if self.open.kept and self.open.sums is None else 0
+        return sum(x.nbytes for x in self.written) - self.steps.nbytes + sums
+
+    def new_sums(self) -> Sums:
+        return Sums(*(aligned_zeros(self.master.shape) for _ in Sums._fields))
 
     def keep(self, gradient: np.ndarray, factor: float) -> None:
         self.open.kept.append((gradient.reshape(self.master.shape), factor))
@@ -102,23 +100,21 @@ class HostLeaf:
     def alias(self) -> "HostLeaf":
         """Returns the leaf in the same memory; mails added later are not included."""
         window = dataclasses.replace(self.open, kept=list(self.open.kept))
-        return dataclasses.replace(self, open=window, spare=[])
+        return dataclasses.replace(self, open=window, spare=None)
 
     def copy(self, adam: HostAdam) -> "HostLeaf":
         """Copies an alias, except channels, which are never overwritten.
 
         `adam` sums the mails. Neither copy nor alias keeps them: pinned memory is scarce.
         """
-        window = WindowGradients(None if self.open.total is None else copied(self.open.total))
+        sums, first = self.open.sums, self.open.sums is None
+        sums = self.new_sums() if sums is None else Sums(*map(copied, sums))
         if self.open.kept:
-            first = window.total is None
-            total = aligned_zeros(self.master.shape) if window.total is None else window.total
-            adam.accumulate(total, self.open.kept, first=first)
-            window.total = total
-        self.open = window
+            adam.accumulate(sums, self.open.kept, first=first)
+        self.open = window = WindowGradients(None if first and not self.open.kept else sums)
         return dataclasses.replace(
             self,
-            spare=[],
+            spare=None,
             master=self.master.copy(),
             mu=self.mu.copy(),
             nu=self.nu.copy(),
@@ -196,7 +192,7 @@ class HostState:
         self.compact = compact
         self._pieces = pieces
         self._adam = adam
-        self._scaling = schedule.window_scaling
+        self._scaled = schedule.window_scaling
         self.open = [
             OpenWindow([i for i, leaf in enumerate(self.leaves) if leaf.spec.group == group])
             for group in range(schedule.groups)
@@ -206,7 +202,7 @@ class HostState:
         self._closed: list[ClosedWindow] = []  # windows waiting for their updates
         self._overflowed = False  # whether gradients ever exceeded the limit, so sums are reused
         # A window uses its last step's hyperparameters, even if that step was skipped.
-        self.scalars: Sequence[AdamScalars] = ()  # for each learning rate
+        self.scalars = no_scalars(())  # for each learning rate
         self.before_write: Callable[[int], None] = lambda i: None
 
     @property
@@ -236,8 +232,9 @@ class HostState:
     ) -> None:
         """Resumes a saved run's state; the selected channels are already in place.
 
-        For each leaf, `arrays` contains "master", "mu", "nu", "steps" and, if the host sums its
-        open window, "total". `counted` lists the number of steps in each group's open window.
+        For each leaf, `arrays` contains "master", "mu", "nu", "steps" and, if its open window has
+        gradients, their sum "total" and the sum of their "squares". `counted` lists the number of
+        steps in each group's open window.
         """
         self.windows = closed
         for window, steps in zip(self.open, counted, strict=True):
@@ -246,8 +243,9 @@ class HostState:
             for name in ("master", "mu", "nu"):
                 getattr(leaf, name).write(saved[name])
             leaf.steps[...] = saved["steps"].reshape(leaf.steps.shape)
-            if self.open[leaf.spec.group].counted and "total" in saved:
-                leaf.open.total = copied(saved["total"].reshape(leaf.master.shape))
+            if self.open[leaf.spec.group].counted:
+                wide = (saved[name].reshape(leaf.master.shape) for name in ("total", "squares"))
+                leaf.open.sums = Sums(*map(copied, wide))
 
     def close(self) -> None:
         # A caller that waits for a failed update may still hold these lists.
@@ -269,7 +267,8 @@ class HostState:
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             leaf.keep(gradient, factor)
-        self.count()
+        for window in self.open:
+            window.counted += 1
         for least in (GRADIENTS_PER_PASS, 1):
             if self.pinned_bytes <= MAILS_KEPT * sum(self._mail_bytes):
                 break
@@ -278,38 +277,28 @@ class HostState:
                 if len(leaf.open.kept) >= least:
                     self._add_up(i, leaf.open)
 
-    def count(self) -> None:
-        """Counts one step in the open windows; its gradients may be in the device's sums."""
-        for window in self.open:
-            window.counted += 1
-
-    def take_sums(self, sums: Sequence[np.ndarray], group: int) -> None:
-        """Takes in the device's sums of a group's open window, which closes next."""
-        window = self.open[group]
-        if window.counted:
-            for i, gradient in zip(window.leaves, sums, strict=True):
-                self.leaves[i].keep(gradient, 1.0)
-
-    def _add_up(self, i: int, gradients: WindowGradients, end: int | None = None) -> None:
-        """Adds a window's mails of leaf `i`, up to `end`, to its sum."""
-        leaf, first = self.leaves[i], gradients.total is None
+    def _add_up(self, i: int, gradients: WindowGradients, end: int | None = None) -> Sums:
+        """Adds a window's mails of leaf `i`, up to `end`, to its sums."""
+        leaf, sums = self.leaves[i], gradients.sums
         self.before_write(i)  # a save must not keep mails that are freed here
-        if gradients.total is None:
-            gradients.total = leaf.spare.pop() if leaf.spare else aligned_zeros(leaf.master.shape)
-        self._adam.accumulate(gradients.total, gradients.kept[:end], first=first)
+        if sums is None:
+            sums, leaf.spare = leaf.spare or leaf.new_sums(), None
+        if gradients.kept:
+            self._adam.accumulate(sums, gradients.kept[:end], first=gradients.sums is None)
+        gradients.sums = sums
         del gradients.kept[:end]
+        return sums
 
     def close_window(self, group: int) -> ClosedWindow:
         """Ends a group's open window."""
-        assert self.scalars, "no mail has arrived"
         self.windows += 1
         window = self.open[group]
         counted = window.counted
-        leaves = {i: self.leaves[i] for i in window.leaves}
+        leaves, scalars = {i: self.leaves[i] for i in window.leaves}, self.scalars.tolist()
         closed = ClosedWindow(
             number=self.windows,
             counted=counted,
-            steps=[window_step(x, max(counted, 1), self._scaling) for x in self.scalars],
+            steps=[window_step(AdamScalars(*x), max(counted, 1), self._scaled) for x in scalars],
             leaves=window.leaves,
             gradients={i: x.open for i, x in leaves.items() if counted},
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
@@ -334,8 +323,8 @@ class HostState:
             self.before_write(i)
             for _ in self._step(window, i, window.active[i]):
                 yield leaf.spec.name
-            if self._overflowed and gradients.total is not None:
-                leaf.spare.append(gradients.total)
+            if self._overflowed and leaf.open.sums is None:
+                leaf.spare = gradients.sums or leaf.spare
             gradients.clear()
             finished(i, leaf)
         self._closed.remove(window)
@@ -370,12 +359,16 @@ class HostState:
         leaf, step = self.leaves[i], window.steps[self.leaves[i].spec.rate]
         if not leaf.spec.decay:
             step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))
-        gradients = window.gradients[i]
-        if len(gradients.weighted) > GRADIENTS_PER_PASS:
-            self._add_up(i, gradients, 1 - GRADIENTS_PER_PASS)
+        gradients, scale = window.gradients[i], 1 / window.counted  # for the means
         arrays = leaf.master, leaf.mu, leaf.nu, leaf.steps
-        scale = 1 / max(window.counted, 1)  # for the mean
-        return self._adam.adamw(*arrays, gradients.weighted, scale, active, step)
+        if not self._scaled and window.counted > 1:
+            # As in the paper: a step whose only gradient is the mean.
+            mean = [(self._add_up(i, gradients).gradients, scale)]
+            return self._adam.adamw(*arrays, mean, 1.0, active, step)
+        if len(gradients.kept) > GRADIENTS_PER_PASS:
+            self._add_up(i, gradients, -GRADIENTS_PER_PASS)
+        sums = gradients.sums
+        return self._adam.adamw(*arrays, gradients.kept, scale, active, step, sums)
 
 
 def _keep_staying(

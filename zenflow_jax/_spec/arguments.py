@@ -33,7 +33,7 @@ def check_schedule(
     full_warm_up_rounds: int,
     rolling: bool,
     staleness: int | None,
-    window_scaling: float | None,
+    window_scaling: bool | None,
     provisional_share: float | None,
 ) -> Schedule:
     """Returns the schedule that these arguments describe; errors name the invalid argument."""
@@ -45,10 +45,11 @@ def check_schedule(
     # An adaptive window is the same for all leaves, because all leaves decide when it closes.
     in_turn = bool(rolling) and not isinstance(window, AutoWindow)
     late = _check_staleness(staleness, window, in_turn)
-    scaling = _share_or_none("window_scaling", window_scaling)
-    if scaling is not None and window != 1 and late != 0 and not in_turn:
+    if window_scaling is not None:
+        check_bool("window_scaling", window_scaling, " (True replaces all exponents) or None")
+    if window_scaling and window != 1 and late != 0 and not in_turn:
         warnings.warn(
-            f"`window_scaling={scaling}` hurts the result if updates arrive a whole window late, "
+            "`window_scaling=True` hurts the result if updates arrive a whole window late, "
             "as with `rolling=False` or an `AutoWindow`. Pass window_scaling=None.",
             stacklevel=3,
         )
@@ -59,7 +60,7 @@ def check_schedule(
         full_warm_up_rounds=warm_up,
         groups=window if in_turn and isinstance(window, int) else 1,
         staleness=late,
-        window_scaling=scaling,
+        window_scaling=bool(window_scaling),
         # With windows of one step and no staleness, weights never wait for an update.
         provisional_share=None if window == 1 and late == 0 else share,
     )

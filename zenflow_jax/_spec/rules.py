@@ -82,18 +82,11 @@ class SendGradients(enum.StrEnum):
     DURING_STEP = "during_step"
     #: The step leaves gradients on the device; they are copied while the next step runs.
     AFTER_STEP = "after_step"
-    #: The step sums gradients on the device; the sum is copied while the next window runs.
-    PER_WINDOW = "per_window"
 
     @property
     def in_step(self) -> bool:
         """Returns whether the step itself copies gradients to host memory."""
         return self is SendGradients.DURING_STEP
-
-    @property
-    def sums_on_device(self) -> bool:
-        """Returns whether the device sums a window's gradients."""
-        return self is SendGradients.PER_WINDOW
 
 
 def check_int(

@@ -36,8 +36,14 @@ class AdamScalars(NamedTuple):
 _SHARED = len(AdamScalars._fields) - 1
 
 
+def no_scalars(specs: Sequence[LeafSpec]) -> np.ndarray:
+    """Returns zeros for the AdamScalars of each learning rate, float32 (rates, 7)."""
+    rates = 1 + max((spec.rate for spec in specs), default=0)
+    return np.zeros((rates, len(AdamScalars._fields)), np.float32)
+
+
 class WindowStep(NamedTuple):
-    """The hyperparameters of the single step that deferred channels take for a window."""
+    """The hyperparameters of the single update that deferred channels get for a window."""
 
     scalars: AdamScalars
     advance: Any  # how many Adam steps it counts as
@@ -46,14 +52,13 @@ class WindowStep(NamedTuple):
     b2: Any
 
 
-def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> WindowStep:
-    """Returns the step with the mean of `counted` gradients, scaled to match `counted` steps.
+def window_step(scalars: AdamScalars, counted: int, scaled: bool | None) -> WindowStep:
+    """Returns the update of a window with `counted` gradients: as many steps, or one.
 
-    A mean of c gradients is the gradient of a batch c times larger (Malladi et al., 2022).
-    `scaling` is the exponent for the learning rate; with None, nothing is scaled.
+    If `scaled`, all these steps have the same moments, from the means of gradients and squares.
     """
     s = scalars
-    if scaling is None:
+    if not scaled:
         return WindowStep(s, 1, s.b1, s.b2)
     c = counted
     once = c == 1
@@ -66,16 +71,14 @@ def window_step(scalars: AdamScalars, counted: int, scaling: float | None) -> Wi
 
     b1, one_minus_b1 = power(s.b1, s.one_minus_b1)
     b2, one_minus_b2 = power(s.b2, s.one_minus_b2)
-    scaled = AdamScalars(
-        learning_rate=s.learning_rate * c**scaling,
+    together = s._replace(
+        learning_rate=s.learning_rate * c,
         b1=b1,
         b2=b2,
         one_minus_b1=one_minus_b1,
         one_minus_b2=one_minus_b2,
-        eps=s.eps * c**-0.5,
-        weight_decay=s.weight_decay * c ** (1 - scaling),
     )
-    return WindowStep(scaled, counted, s.b1, s.b2)
+    return WindowStep(together, c, s.b1, s.b2)
 
 
 class StepFacts(NamedTuple):

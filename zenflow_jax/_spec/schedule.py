@@ -90,7 +90,7 @@ class Schedule:
         groups: Number of groups that take turns: group j closes its windows j steps before group 0.
         staleness: Steps from the end of a window to the step after which its update reaches the
             parameters. None, for adaptive windows: the next boundary.
-        window_scaling: The exponent for `window_step`.
+        window_scaling: Whether a window's update is as long as the steps in it.
         provisional_share: The length of a provisional step, as a share of the learning rate.
     """
 
@@ -99,7 +99,7 @@ class Schedule:
     full_warm_up_rounds: int
     groups: int
     staleness: int | None
-    window_scaling: float | None
+    window_scaling: bool
     provisional_share: float | None = None
 
     def provisional_step(self, step: jax.Array, learning_rate: Any, counts: Any) -> jax.Array:

@@ -36,7 +36,7 @@ class Needs(NamedTuple):
     # reuses its uploads' memory, but needs a copy of each leaf that is cut into ranges.)
     uploads: int  # updates that wait to be merged; limited by `prefetch_bytes`
     late: int  # the largest group's other updates, uploaded at a boundary, not during a step
-    under_way: int  # gradients of the previous step, or a group's sums, until they are on the host
+    under_way: int  # gradients of the previous step, until they are on the host
     # Bytes that the host reads and writes. The device writes mail, and the update reads it; an
     # update also reads and writes masters and moments; an upload reads the new weights.
     busiest: float  # for the largest group's update, and for mail that arrives during the update
@@ -70,38 +70,41 @@ def needs_of(
             size * part.dtype.itemsize * ((leaf, part.start) not in early),
         )
     size, kept, counts, selected, mail, sent, upload, late = group_totals.T
-    on_device = sending.sums_on_device
-    added_up = not on_device and most_kept(state) > MAILS_KEPT
-    read = mail * (1 if on_device else window)
+    read = mail * window
+    # Without scaling, an update first sums its gradients, because its only gradient is their mean.
+    added_up = most_kept(state) > MAILS_KEPT or not (schedule.window_scaling or window == 1)
     if added_up:
-        # A sum is written once, read and written for each pass over gradients, and read by the
+        # Two sums are written once, read and written for each pass over gradients, and read by the
         # update.
         passes = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
-        read = read + 2 * _FLOAT32 * passes * size
-    updates = 2 * kept + upload + read
-    arriving = mail.sum() / (window if on_device else 1)
+        read = read + 4 * _FLOAT32 * passes * size
+    updates, arriving = 2 * kept + upload + read, mail.sum()
     # Even without staleness, an update has the time of one step, during which the loop waits.
     steps = window if staleness is None else max(staleness, 1)
     # If groups take turns, this many updates wait at once; otherwise, only one does.
     waiting = min(staleness or 1, schedule.groups)
-    neighbours = np.tile(upload - late, 2)
-    under_way = mail.max() if on_device else mail.sum()
+
+    def most(of_groups: np.ndarray) -> float:
+        """Returns the maximum over groups whose updates wait at once."""
+        twice = np.tile(of_groups, 2)
+        return max(twice[j : j + waiting].sum() for j in range(schedule.groups))
+
     usual = schedule.window if isinstance(schedule.window, int) else 2
     return Needs(
         state=int(kept.sum() + counts.sum()),
-        # A leaf's open window may have a sum, and so may the window that is being updated.
-        sums=int(2 * _FLOAT32 * size.sum()) if added_up else 0,
+        # Every open window may have two sums, and so may the windows that are being updated.
+        sums=int(2 * _FLOAT32 * (size.sum() + most(size))) if added_up else 0,
         mail=round(buffers(state) * sent.sum()),
         hand_over=int(selected.max()),
         saving=int(size.sum()),
-        uploads=int(max(neighbours[j : j + waiting].sum() for j in range(schedule.groups))),
+        uploads=int(most(upload - late)),
         late=int(late.max()),
-        under_way=0 if sending.in_step else int(under_way),
+        under_way=0 if sending.in_step else int(arriving),
         busiest=float(updates.max() + arriving * steps),
         steps=steps,
         mean=float(updates.sum() / window + arriving),
         late_mean=float(late.sum() / window),
-        to_host=float(sent.sum() / (usual if on_device else 1)),
+        to_host=float(sent.sum()),
         to_device=float(upload.sum() / usual),
     )
 

@@ -117,7 +117,7 @@ class Plan:
         if self.busy is not None and self.bus > BUSY:
             short["bus"] = (
                 f"the bus needs {self.bus:.0%} of a step, whatever the update_interval: use a "
-                "larger batch, or send_gradients=per_window"
+                "larger batch"
             )
         return short
 
@@ -291,8 +291,7 @@ def _on_device(opt_state: Any, state: ZenFlowState | None) -> list[Any]:
     """Returns the arrays of an optimizer's state, except placeholder mail."""
     placeholders: Any = ()
     if state is not None:
-        mail = () if state.send_gradients.sums_on_device else state.mail
-        placeholders = {id(x) for x in jax.tree.leaves((state.step_scalars, mail))}
+        placeholders = {id(x) for x in jax.tree.leaves((state.step_scalars, state.mail))}
     return [x for x in jax.tree.leaves(opt_state) if id(x) not in placeholders]
 
 
