@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
+import os
 import signal
 import sys
 import time
@@ -30,9 +30,8 @@ from train import Failure
 from train.checkpoints.compatibility import MODEL_SETTINGS, description_of_model
 from train.checkpoints.reading import SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
-from train.cli.settings import Settings, SettingsError, TrainingSettings, task_name
+from train.cli.settings import Settings, SettingsError, OptimizerSettings, task_name
 from train.distributed import processes
-from train.distributed.sharding import mesh_axes
 from train.distributed.stopping import Stopped, StopRequest
 from train.huggingface.chat_template import TEMPLATE
 from train.huggingface.loading import read_folder
@@ -41,6 +40,7 @@ from train.run import models
 from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
 from train.run.setup import evaluate, prepare, read
+from zenflow_jax.planning import LIMIT_NAME
 
 # File system errors that the user can fix.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -109,7 +109,7 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
     task = task_name(settings)
     models.write(target, origin, weights, values, labels=labels, texts=texts, task=task)
-    pending = settings.optimizer != "adamw" and not layered
+    pending = settings.has_engine
     line = f"{target} contains the weights of checkpoint {step} in {folder}"
     say(line + ", without pending updates" * pending)
 
@@ -122,10 +122,6 @@ def show_plan(
     from train.plan.planning import plan_run
     from zenflow_jax.planning import has_compiler
 
-    axes = mesh_axes(settings.mesh) if settings.mesh else {}
-    with contextlib.suppress(RuntimeError):  # if jax has already initialized its devices
-        # The model is only laid out on these devices; nothing is computed there.
-        jax.config.update("jax_num_cpu_devices", max(math.prod(axes.values()), 1))
     if has_compiler():
         console.print(
             "Compiling a large model takes minutes. XLA's messages about memory are not errors."
@@ -145,8 +141,8 @@ def find_oom(error: BaseException) -> BaseException | None:
     return cause
 
 
-def describe_oom(error: BaseException, run: TrainingSettings) -> str:
-    other = "--optimizer zenflow" if run.optimizer == "adamw" else "a smaller model"
+def describe_oom(error: BaseException, run: OptimizerSettings) -> str:
+    other = "a smaller model" if run.has_masters else "--optimizer zenflow"
     reason = str(error).partition("\n")[0]
     return (
         f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
@@ -196,6 +192,10 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
     if command.planning.plan:
         show_plan(command.settings, command.planning, arguments, Console())
         return 0
+    if command.settings.stream == "weights" and LIMIT_NAME not in os.environ:
+        from train.plan.planning import pinned_limit
+
+        os.environ[LIMIT_NAME] = str(pinned_limit(command.settings))
     processes.join(command.launch)
     console = Console(quiet=not processes.is_first())
     say = partial(show, console)

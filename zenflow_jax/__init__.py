@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
+from zenflow_jax._compact import compact
 from zenflow_jax._device.placing import place, state_shardings
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
@@ -35,6 +36,7 @@ __all__ = [
     "Timeline",
     "ZenFlowState",
     "abstract_engine_state",
+    "compact",
     "find_state",
     "iter_master_params",
     "master_params",

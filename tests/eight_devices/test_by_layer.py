@@ -26,7 +26,7 @@ ATOL = 1e-5
 def test_a_layerwise_run_on_a_mesh_has_the_same_losses_as_on_one_device_and_resumes(monkeypatch):
     monkeypatch.setattr(cross_entropy, "PART", 100)  # embedding and head are split
     options = TINY_MESH | {"dtype": "float32", "eps": 1e-3}
-    options |= {"optimizer": "offload", "stream": "weights"}
+    options |= {"optimizer": "adamw", "stream": "weights"}
     losses = []
     for mesh in (None, "data=2,fsdp=4"):
         job, _ = setup.prepare(read(**options, mesh=mesh), lambda: None)

@@ -51,25 +51,47 @@ PER_PARAMETER = re.compile(r"(\d+) to (\d+) on the host")
 
 def test_all_rows_are_read():
     assert sorted({row[3] for row in ROWS}) == sorted(CONFIGS)
-    assert len(ROWS) == 6
+    assert len(ROWS) == 7
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """Returns a function that plans a row, with more options."""
+    monkeypatch.setattr(planning, "has_compiler", lambda: False)
+
+    def plan(row, *options):
+        gpu, memory, command, model = row[:4]
+        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))
+        words = shlex.split(command.replace(model, str(tmp_path)))
+        machine = ["--device", DEVICES[gpu], "--host-memory", memory]
+        run = read_command_line([*words, *machine, *options], program="zenflow-plan")
+        return script_planning.plan_run(run.settings, run.planning).plan
+
+    return plan
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[3]}")
-def test_each_row_matches_its_plan(tmp_path, monkeypatch, row):
-    gpu, memory, command, model, on_device, on_host = row
-    monkeypatch.setattr(planning, "has_compiler", lambda: False)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))
-    words = shlex.split(command.replace(model, str(tmp_path)))
-    machine = ["--device", DEVICES[gpu], "--host-memory", memory]
-    run = read_command_line([*words, *machine], program="zenflow-plan")
-    plan = script_planning.plan_run(run.settings, run.planning).plan
+def test_each_row_matches_its_plan(planned, row):
+    gpu, memory, _, model, on_device, on_host = row
+    plan = planned(row)
     billions = float(re.search(r"([\d.]+)b", model.lower())[1])
     assert plan.parameters / 1e9 == pytest.approx(billions, rel=0.06)
     assert round(plan.host_bytes / 1e9) == int(on_host)
-    least, most = map(int, PER_PARAMETER.search(TEXT).groups())
-    assert least <= round(plan.host_bytes / plan.parameters) <= most
     assert plan.host_bytes + HOST_RESERVE <= int(memory) * 1e9
     # The compiler adds gradients and activations.
     assert (
         plan.device_bytes / 1e9 < int(on_device) <= MAX_FRACTION * GPUS[DEVICES[gpu]].memory / 1e9
     )
+
+
+def test_other_optimizers_need_the_memory_in_the_text_and_engines_the_bytes_per_parameter(planned):
+    sentence = (
+        r"`--optimizer (\w+)`, `(\w+)` or `(\w+)`, the fourth run needs (\d+), (\d+) or (\d+) GB"
+    )
+    *names, first, second, third = re.search(sentence, TEXT).groups()
+    plans = [planned(ROWS[3], "--optimizer", name) for name in names]
+    assert [round(x.host_bytes / 1e9) for x in plans] == [int(first), int(second), int(third)]
+    least, most = map(int, PER_PARAMETER.search(TEXT).groups())
+    engines = [planned(row) for row in ROWS if "--stream weights" not in row[2]]
+    each = [round(x.host_bytes / x.parameters) for x in engines]
+    assert (min(each), max(each)) == (least, most)

@@ -217,7 +217,7 @@ def test_non_finite_results_raise_an_error(tmp_path, capsys):
     assert "the validation loss is nan" in capsys.readouterr().err
 
 
-BY_LAYER = {"optimizer": "offload", "stream": "weights", "scan_layers": False}
+BY_LAYER = {"optimizer": "adamw", "stream": "weights", "scan_layers": False}
 # Weights and nats, float32: sums over micro-batches and parts have a different order.
 ATOL = 1e-5
 
@@ -249,19 +249,23 @@ def trained(sources, steps, folder):
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run")
 @pytest.mark.parametrize(
-    ("name", "steps"),
-    # A vocabulary in parts, a head that is the embedding, and classes.
-    [("llama2", 3), ("qwen2", 0), ("bert", 3)],
+    ("name", "steps", "optimizer"),
+    # A vocabulary in parts, a head that is the embedding, and classes. Muon's labels go by path.
+    [("llama2", 3, "adamw"), ("llama2", 3, "muon"), ("qwen2", 0, "sgd"), ("bert", 3, "muon")],
 )
-def test_a_layerwise_run_equals_adamw(tmp_path, monkeypatch, name, steps):
+def test_a_layerwise_run_equals_the_optimizer_on_the_device(
+    tmp_path, monkeypatch, name, steps, optimizer
+):
     model = write_model(tmp_path / "origin", name)
     monkeypatch.setattr(cross_entropy, "PART", 100)
     options = SHORT | (glue if name == "bert" else language)(tmp_path)
     options |= {"model": str(model), "steps": 3, "micro_batches": 2, "length_buckets": 1}
     # A key bias's gradient is only rounding error, which a small `eps` would enlarge.
     options |= {"eval_batches": 2, "keep_best": False, "eps": 1e-3}
-    expected = trained(scripts.read(**options | {"optimizer": "adamw"}), steps, tmp_path / "adamw")
-    layerwise = trained(scripts.read(**options | BY_LAYER), steps, tmp_path / "by_layer")
+    runs = [options | {"optimizer": optimizer}, options | BY_LAYER | {"optimizer": optimizer}]
+    expected, layerwise = (
+        trained(scripts.read(**run), steps, tmp_path / str(i)) for i, run in enumerate(runs)
+    )
     np.testing.assert_allclose(layerwise[0], expected[0], atol=ATOL)
     assert layerwise[1] == pytest.approx(expected[1], abs=ATOL)
     weights = layerwise[2]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.cli.settings import SettingsError, option_words
+from train.cli.settings import ON_DEVICE, SettingsError, option_words
 from train.model.decoder import parts_that_stream
 
 # Settings that a resumed run may change; the library has its own list. `eval_batches` must stay the
@@ -32,6 +32,8 @@ def description(
     """
     fixed = {k: v for k, v in settings.items() if k not in MAY_CHANGE | {"full_warm_up_share"}}
     fixed["stream"] = settings["stream"]
+    if settings["optimizer"] in ON_DEVICE:  # a `HostEngine` converts moments
+        fixed["host_state"] = settings["host_state"]
     if settings["task"] != "language":
         del fixed["packing"]
     # Labels are not compared, because the data determines them; the mesh may change.

@@ -20,7 +20,7 @@ import zenflow_jax
 from train import Failure
 from train.checkpoints.checksums import find_damage
 from train.checkpoints.compatibility import check_same_run
-from train.cli.settings import SettingsError, option_words
+from train.cli.settings import ON_DEVICE, SettingsError, option_words
 from train.distributed import processes
 
 
@@ -104,7 +104,8 @@ class SavedCheckpoints:
         check_arrays(folder, run, describe_arrays(saved))
         arrays = saved if only_engine else self._read_state(folder, saved)
         engine_state = None
-        if run["settings"]["optimizer"] != "adamw":
+        kind = run["settings"]
+        if kind["stream"] == "weights" or kind["optimizer"] not in ON_DEVICE:
             with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
                 engine_state = reader.restore(folder / "engine")
         trees = join_arrays(fresh, arrays, others)

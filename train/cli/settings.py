@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,10 @@ Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
 # Tasks that read an option.
 _OWN, _TEXTS = "standard_library", "language alpaca chat"
 _USERS = f"{_TEXTS} classification"
+
+# optax's optimizers, which run on the device; with --stream weights, next to each gradient.
+ON_DEVICE = ("adamw", "lion", "muon", "adafactor", "sgd", "sign")
+WITHOUT_MOMENTS = ("adafactor", "sgd", "sign")
 
 # The task of a model that classifies pairs of texts from a user's own files.
 PAIRS = "classification of pairs"
@@ -59,7 +63,7 @@ class ModelSettings(_Group):
     heads: int = option(4, "Attention heads; width / heads must be even.", above=0, tasks=_OWN)
     ffn: int = option(640, "Inner size of the SwiGLU layers.", above=0, tasks=_OWN)
     dtype: Literal["bfloat16", "float32"] = option(
-        "bfloat16", "Dtype of matrix products and, except with adamw, of matrices on the device."
+        "bfloat16", "Dtype of matrix products and, where the host has masters, of matrices."
     )
     scan_layers: bool = option(
         False,
@@ -109,9 +113,11 @@ class TrainingSettings(_Group):
     batch_size: int = option(8, "Sequences per step, over all devices.", above=0)
     sequence_length: int = option(128, "Tokens per sequence (bytes for standard_library).", above=0)
     micro_batches: int = option(1, "Parts of a batch, computed one by one to save memory.", above=0)
-    optimizer: Literal["zenflow", "adamw", "offload"] = option(
+    optimizer: Literal[
+        "zenflow", "offload", "adamw", "lion", "muon", "adafactor", "sgd", "sign"
+    ] = option(
         "zenflow",
-        "adamw: optax.adamw on the device. offload: Adam on the host; each step waits for it.",
+        "offload: AdamW on the host; each step waits for it. The others: optax's, on the device.",
     )
     max_skipped: int = option(10, "Stop after this many non-finite gradients in a row.", above=0)
     mesh: str | None = option(None, "Mesh axes, such as data=2,fsdp=4 (docs/multi_host.md).")
@@ -119,7 +125,7 @@ class TrainingSettings(_Group):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings(_Group):
-    """Adam, for all three optimizers: learning rate, decay and clipping."""
+    """Adam and the other optimizers: learning rate, decay and clipping."""
 
     learning_rate: float = option(1e-3, "Peak of the learning rate, after the warm-up.", above=0)
     schedule: Literal["cosine", "linear", "constant"] = option(
@@ -127,8 +133,10 @@ class AdamSettings(_Group):
     )
     warmup_steps: int = option(0, "Number of steps in the linear warm-up.", least=0)
     warmup_share: float | None = option(None, "The same, as a share of all steps.")
-    b1: float = option(0.9, "Adam's decay rate for the first moment.")
-    b2: float = option(0.999, "Adam's decay rate for the second moment.")
+    b1: float = option(0.9, "Adam's decay rate for the first moment, and Lion's b1.")
+    b2: float | None = option(
+        None, "Adam's decay rate for the second moment, and Lion's b2. Default: 0.999; lion: 0.99."
+    )
     eps: float = option(1e-8, "Adam's epsilon.", above=0)
     weight_decay: float = option(0.01, "Weight decay, except for biases and norms.", least=0)
     max_grad_norm: float | None = option(None, "Limit for the global gradient norm.", above=0)
@@ -169,11 +177,11 @@ class HostSettings(_Group):
     stream: Literal["none", "gradients", "weights"] = option(
         "none",
         "gradients: scanned layers send their gradients layer by layer, in the backward pass. "
-        "weights: the weights are in host memory, and the layers run one by one (with offload).",
+        "weights: weights and optimizer state are in host memory, and the layers run one by one.",
     )
     layer_updates: Literal["after_backward", "during_backward"] = option(
         "after_backward",
-        "With --stream weights, when the host updates layers; during_backward hides this work.",
+        "With --stream weights, when layers are updated; during_backward hides this work.",
     )
     layer_inputs: Literal["device", "host"] = option(
         "device", "With --stream weights, where the layers' inputs wait for the backward pass."
@@ -183,7 +191,7 @@ class HostSettings(_Group):
     )
     host_kernel: Literal["numba", "numpy"] = option("numba", "Implementation of the host update.")
     host_state: Literal["float32", "compact"] = option(
-        "float32", "Adam's moments on the host: 8 bytes per parameter, or 2.2 (compact)."
+        "float32", "Adam's moments: 8 bytes per parameter, or 2.2 (compact); also with adamw."
     )
     threads: int | None = option(
         None, "Threads for the host update. Default: all cores but one.", above=0
@@ -217,6 +225,16 @@ class OutputSettings(_Group):
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSettings):
     """All settings that the optimizer depends on."""
+
+    @property
+    def has_engine(self) -> bool:
+        """Returns whether a `HostEngine` updates weights."""
+        return self.optimizer not in ON_DEVICE
+
+    @property
+    def has_masters(self) -> bool:
+        """Returns whether the host has float32 masters; otherwise the weights are float32."""
+        return self.has_engine or self.stream == "weights"
 
     @property
     def warm_up_rounds(self) -> int:
@@ -271,9 +289,11 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             wanted = "{}, because early_stopping_patience is set"
             self._check("keep_best", self.keep_best, wanted.format("True"))
             self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
-        for name, expected in _STREAM_SETTINGS[self.stream].items():
-            allowed = f"{expected!r}, because stream is {self.stream!r}"
-            self._check(name, getattr(self, name) == expected, allowed)
+        for name, values in _STREAM_SETTINGS[self.stream].items():
+            allowed = f"{' or '.join(map(repr, values))}, because stream is {self.stream!r}"
+            self._check(name, getattr(self, name) in values, allowed)
+        has_moments = self.host_state == "float32" or self.optimizer not in WITHOUT_MOMENTS
+        self._check("host_state", has_moments, f"float32, because {self.optimizer} has no moments")
         # Each head rotates pairs of channels.
         multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
         self._check("width", self.width % (2 * self.heads) == 0, multiple)
@@ -304,12 +324,12 @@ class Settings(OutputSettings, StepSettings, DataSettings):
 
 # Shares of all steps, each with the number of steps that it replaces.
 _SHARES = {"full_warm_up_share": "full_warm_up_rounds", "warmup_share": "warmup_steps"}
-_DURING_STEP = {"send_gradients": "during_step"}
-_NOT_BY_LAYER = {"layer_updates": "after_backward", "layer_inputs": "device"}
-_IN_SCANS = {"optimizer": "zenflow", "scan_layers": True, "micro_batches": 1}
-_BY_LAYER = {"optimizer": "offload", "scan_layers": False, "transfer_dtype": None}
-# Required values for each kind of stream.
-_STREAM_SETTINGS: dict[str, dict[str, Any]] = {
+_DURING_STEP = {"send_gradients": ["during_step"]}
+_NOT_BY_LAYER = {"layer_updates": ["after_backward"], "layer_inputs": ["device"]}
+_IN_SCANS = {"optimizer": ["zenflow"], "scan_layers": [True], "micro_batches": [1]}
+_BY_LAYER = {"optimizer": ON_DEVICE, "scan_layers": [False], "transfer_dtype": [None]}
+# Allowed values for each kind of stream.
+_STREAM_SETTINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "none": _NOT_BY_LAYER,
     "gradients": _NOT_BY_LAYER | _IN_SCANS | _DURING_STEP,
     "weights": _BY_LAYER | _DURING_STEP,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,15 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from train.cli.command_line import Planning
-from train.cli.settings import Settings, SettingsError, StepSettings
+from train.cli.settings import WITHOUT_MOMENTS, Settings, SettingsError, StepSettings
 from train.distributed.sharding import (
     batch_parts,
     batch_sharding,
     mesh_axes,
-    mesh_over,
     weight_shardings,
 )
 from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
@@ -31,7 +29,7 @@ from train.huggingface.hub import model_folder
 from train.huggingface.json_files import read_object
 from train.huggingface.loading import Pretrained
 from train.run import models
-from train.run.optimizers import make_optimizer
+from train.run.optimizers import leafwise_optimizer, make_optimizer
 from train.run.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
 from zenflow_jax import planning
@@ -51,7 +49,7 @@ _SAVING_BY_LAYERS = {
 }
 # Settings that may fit if no others do.
 _BY_LAYERS = {
-    "optimizer": "offload",
+    "optimizer": "adamw",
     "stream": "weights",
     "scan_layers": False,
     "layer_updates": "during_backward",
@@ -94,7 +92,8 @@ class _Planner:
     def plan(self, run: StepSettings, *, compiles: bool) -> planning.Plan:
         """Plans a run, without gradients and activations unless it `compiles`."""
         if run.stream == "weights":
-            return plan_layers(run, self.origin, self.mesh, compiles=compiles, **self._machine)
+            machine = {name: x for name, x in self._machine.items() if name != "bandwidth"}
+            return plan_layers(run, self.origin, self.mesh, compiles=compiles, **machine)
         # The step does not depend on these settings.
         key = dataclasses.replace(run, host_state="float32", prefetch_bytes=None)
         host = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
@@ -105,11 +104,11 @@ class _Planner:
         """Plans a run; None if it does not fit. Compiles only if its arrays fit."""
         try:
             plan = self.plan(run, compiles=False)
-            if plan.fits and self.by_compiler:
+            if self.by_compiler and not plan.short:
                 plan = self.plan(run, compiles=True)
         except SettingsError:  # such as a batch size that the mesh does not divide
             return None
-        return plan if plan.fits else None
+        return None if plan.short else plan
 
 
 def plan_run(settings: Settings, options: Planning) -> RunPlan:
@@ -120,7 +119,7 @@ def plan_run(settings: Settings, options: Planning) -> RunPlan:
         check_length(settings.sequence_length, planner.origin)
     own = planner.plan(settings, compiles=planner.by_compiler)
     ways: list[Way] = []
-    if not own.fits:
+    if own.short:
         smallest = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
         for changes in _changes(settings, smallest):
             plan = planner.plan_that_fits(dataclasses.replace(settings, **changes))
@@ -135,7 +134,7 @@ def _changes(settings: StepSettings, smallest: int) -> Iterator[dict[str, Any]]:
     """Yields settings to try: each that saves memory, all, smaller batches, streamed weights."""
     by_layers = settings.stream == "weights"
     saving = _changed(settings, _SAVING_BY_LAYERS if by_layers else _SAVING)
-    if settings.optimizer == "adamw":
+    if settings.optimizer in WITHOUT_MOMENTS:
         saving.pop("host_state", None)
     if len(saving) > 1:
         yield from ({name: x} for name, x in saving.items())
@@ -152,7 +151,7 @@ def _changed(settings: StepSettings, values: Mapping[str, Any]) -> dict[str, Any
     return {name: x for name, x in values.items() if getattr(settings, name) != x}
 
 
-def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Mesh | None) -> int:
+def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Any) -> int:
     """Returns the bytes on a device at a step's peak, according to the compiler."""
     return planning.peak_bytes(compiled_step(planned_step(run, origin, mesh, placed=True)))
 
@@ -166,14 +165,31 @@ def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
         raise SettingsError(str(error)) from error
 
 
-def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
-    """Returns the mesh for a setting, over described GPUs or this machine's CPU devices."""
+def mesh_of(text: str | None, device: str, *, described: bool) -> Any:
+    """Returns the mesh for a setting, over described GPUs or without devices."""
     sizes = mesh_axes(text) if text else {"data": 1}
     if described:
         return planning.described_mesh(device, sizes)
-    if text is None:
-        return None
-    return mesh_over(sizes, jax.devices("cpu")[: math.prod(sizes.values())])
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def pinned_limit(settings: Settings) -> int:
+    """Returns the limit of pinned memory, in GiB, for a run whose weights stream.
+
+    Starts no backend of jax, which reads the limit when it starts.
+    """
+    origin = None if settings.model is None else folder_of_config(settings.model)
+    mesh = mesh_of(settings.mesh, "", described=False)
+    _, build, _ = _model_of(settings, origin, divided := mesh if settings.mesh else None)
+    shapes = models.abstract_layered(build, divided, NamedSharding(mesh, PartitionSpec()))[1].shapes
+    optimizer = leafwise_optimizer(_with_steps(settings))
+    sends = settings.layer_updates == "after_backward"
+    pinned = planning.pinned_bytes(shapes, optimizer, gradients=sends)
+    if settings.layer_inputs == "host":  # at least the stream
+        config = models.config_of(origin, settings)
+        tokens = settings.batch_size * settings.sequence_length // batch_parts(divided)
+        pinned += tokens * config.width * jnp.dtype(settings.dtype).itemsize * config.layers
+    return planning.limit_for(pinned)
 
 
 class PlannedStep(NamedTuple):
@@ -192,12 +208,11 @@ def folder_of_config(model: str) -> Pretrained:
 
 
 def planned_step(
-    settings: StepSettings, origin: Pretrained | None, mesh: Mesh | None, *, placed: bool = False
+    settings: StepSettings, origin: Pretrained | None, mesh: Any, *, placed: bool = False
 ) -> PlannedStep:
     """Returns the step that a run would compile; `placed` puts its arguments on the mesh."""
     kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
-    if not settings.steps:
-        settings = dataclasses.replace(settings, steps=STEPS)
+    settings = _with_steps(settings)
     graphdef, params = jax.eval_shape(lambda: models.split(build()))
     tx = make_optimizer(settings)
     sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
@@ -205,9 +220,10 @@ def planned_step(
         opt_state = jax.eval_shape(tx.init, params)
     else:
         params = jax.tree.map(_shape_at, params, weight_shardings(divided, params))
-        is_adamw = settings.optimizer == "adamw"
         everywhere = NamedSharding(divided, PartitionSpec())
-        opt_state = _state_shapes(tx, params, everywhere) if is_adamw else tx.init(params)
+        opt_state = (
+            tx.init(params) if settings.has_engine else _state_shapes(tx, params, everywhere)
+        )
         sharding = batches
     if sharding is not None:
         params, opt_state = planning.placed((params, opt_state), mesh)
@@ -227,16 +243,16 @@ def planned_step(
 def plan_layers(
     settings: StepSettings,
     origin: Pretrained | None,
-    mesh: Mesh | None,
+    mesh: Any,
     *,
     compiles: bool,
-    **machine: Any,
-) -> planning.LayerPlan:
-    """Plans a run with streamed weights; `machine` is passed to `plan_layerwise`."""
+    device: str,
+    host_memory_bytes: int | None,
+) -> planning.Plan:
+    """Plans a run with streamed weights."""
     kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
-    where = SingleDeviceSharding(jax.devices("cpu")[0])
-    if divided is None and mesh is not None and compiles:
-        where = batches = NamedSharding(mesh, PartitionSpec())
+    where = NamedSharding(mesh, PartitionSpec())
+    batches = batches or (where if compiles else None)
     model = models.abstract_layered(build, divided, where)[1]
     rows = settings.batch_size // settings.micro_batches
     return planning.plan_layerwise(
@@ -245,18 +261,23 @@ def plan_layers(
         first=model.first,
         layer=model.layers,
         last=model.last,
+        optimizer=leafwise_optimizer(_with_steps(settings)),
         micro_batches=settings.micro_batches,
         updates=settings.layer_updates,
         inputs=settings.layer_inputs,
-        host_state=settings.host_state,
+        device=device,
+        host_memory_bytes=host_memory_bytes,
         compiles=compiles,
         compiler_options=_OPTIONS if compiles else None,
-        **machine,
     )
 
 
+def _with_steps(settings: StepSettings) -> StepSettings:
+    return settings if settings.steps else dataclasses.replace(settings, steps=STEPS)
+
+
 def _model_of(
-    settings: StepSettings, origin: Pretrained | None, mesh: Mesh | None
+    settings: StepSettings, origin: Pretrained | None, mesh: Any
 ) -> tuple[str, Callable[[], Any], NamedSharding | None]:
     """Returns the kind of a run's model, its `builder`, and the batch's sharding."""
     kind = "decoder" if origin is None else origin.architecture
@@ -281,10 +302,18 @@ def _shape_at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def _state_shapes(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
     """Returns a state with moments sharded like their parameters, and the rest `everywhere`."""
+
+    def placed(x: Any, p: Any) -> Any:
+        # Compact moments are pairs; factored ones have fewer axes than their parameters.
+        return jax.tree.map(
+            lambda y: _shape_at(y, p.sharding if y.ndim == p.ndim else everywhere), x
+        )
+
     return optax.tree.map_params(
         tx,
-        lambda x, p: _shape_at(x, p.sharding),
+        placed,
         jax.eval_shape(tx.init, params),
         params,
         transform_non_params=lambda x: _shape_at(x, everywhere),
+        is_leaf=lambda x: isinstance(x, tuple),
     )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -48,7 +49,8 @@ class LayeredModel(NamedTuple):
         """Returns a trainer for evaluation only."""
         layers = range(len(self.layers))
         functions = {"first": self.first, "layer": self.layers, "last": self.last}
-        return layerwise.Trainer(params, **functions, learning_rate=0.0, frozen=["outer", *layers])
+        frozen = ["outer", *layers]
+        return layerwise.Trainer(params, **functions, optimizer=optax.identity(), frozen=frozen)
 
     def leaves(self, read_layer: Callable[[int | str], Any]) -> Iterator[Any]:
         """Yields the leaves of a model's parameters in order, from the trainer's blocks."""

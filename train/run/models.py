@@ -176,8 +176,8 @@ def builder(
     return lambda: loading.make_model(
         config,
         labels=labels,
-        # Unlike the others, adamw has no masters.
-        weight_dtype=jnp.dtype("float32" if run.optimizer == "adamw" else run.dtype),
+        # Without an engine and a trainer, the weights are their own masters.
+        weight_dtype=jnp.dtype(run.dtype if run.has_masters else "float32"),
         compute_dtype=jnp.dtype(run.dtype),
         scan_layers=run.scan_layers,
         remat=run.remat,

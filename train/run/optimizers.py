@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 import zenflow_jax
 from train.cli.settings import OptimizerSettings, SettingsError, steps_of
@@ -29,18 +31,50 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     """Creates the optimizer from settings whose `steps` are known."""
-    norm, rate = settings.max_grad_norm, learning_rate(settings)
-    arguments = settings.subset(("b1", "b2", "eps", "weight_decay")) | {"mask": decayed}
-    if settings.optimizer == "adamw":
+    norm = settings.max_grad_norm
+    if not settings.has_engine:
         # A chain in both cases, so that a resumed run may change `max_grad_norm`.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
-        return skip_if_not_finite(optax.chain(clip, optax.adamw(rate, **arguments)))
-    arguments |= {"max_grad_norm": norm, "resident": _is_bias_or_scale}
+        return skip_if_not_finite(optax.chain(clip, leafwise_optimizer(settings)))
+    arguments = settings.subset(("b1", "eps", "weight_decay")) | {"b2": settings.b2 or 0.999}
+    arguments |= {"mask": decayed, "max_grad_norm": norm, "resident": _is_bias_or_scale}
     try:
         arguments |= _arguments(settings)
-        return zenflow_jax.zenflow(rate, **arguments)
+        return zenflow_jax.zenflow(learning_rate(settings), **arguments)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+def leafwise_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
+    """Creates an optimizer that needs no engine, without clipping; it may update one leaf alone."""
+    b1, b2, eps = settings.b1, settings.b2, settings.eps
+    adam = {"b1": b1, "b2": b2 or 0.999, "eps": eps}
+    make: dict[str, Callable[[], optax.GradientTransformation]] = {
+        "adamw": lambda: optax.scale_by_adam(**adam),
+        "lion": lambda: optax.scale_by_lion(b1=b1, b2=b2 or 0.99),
+        "muon": lambda: optax.chain(
+            optax.contrib.muon(
+                1.0,
+                eps=eps,
+                adam_b1=b1,
+                adam_b2=adam["b2"],
+                muon_weight_dimension_numbers=_orthogonalized,
+                consistent_rms=0.2,  # updates of AdamW's size, so its learning rates fit
+            ),
+            optax.scale(-1.0),
+        ),
+        "adafactor": lambda: optax.chain(
+            optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)
+        ),
+        "sgd": optax.identity,
+        "sign": optax.scale_by_sign,
+    }
+    tx = optax.chain(
+        make[settings.optimizer](),
+        optax.add_decayed_weights(settings.weight_decay, decayed),
+        optax.scale_by_learning_rate(learning_rate(settings)),
+    )
+    return zenflow_jax.compact(tx) if settings.host_state == "compact" else tx
 
 
 class SkipState(NamedTuple):
@@ -101,6 +135,21 @@ def _arguments(settings: OptimizerSettings) -> dict[str, Any]:
 def decayed(params):
     """Selects the matrices for weight decay, but not biases or norm scales."""
     return jax.tree_util.tree_map_with_path(lambda path, x: not _is_bias_or_scale(path, x), params)
+
+
+def _orthogonalized(params):
+    """Selects the blocks' matrices for Muon; Adam updates all else, as Muon's authors advise."""
+    axes = optax.contrib.MuonDimensionNumbers(-2, -1)  # others are layers
+
+    def of_leaf(path: tuple[Any, ...], _: Any) -> Any:
+        names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        return axes if names[-1:] == ["kernel"] and names[0] not in _ENDS else None
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+# Matrices after the last block.
+_ENDS = ("head", "pooler", "classifier")
 
 
 def _is_bias_or_scale(path: tuple[Any, ...], _: Any) -> bool:

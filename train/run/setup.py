@@ -61,7 +61,7 @@ def read(settings: Settings, *, timeline: Path | None) -> Sources:
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
-    if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
+    if timeline and (not settings.has_engine or settings.steps == 0):
         raise SettingsError(
             "`--timeline`: needs steps with host work (zenflow or offload), but the run uses "
             f"{settings.optimizer} with steps {settings.steps}."
@@ -175,13 +175,11 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
         first=layered.first,
         layer=layered.layers,
         last=layered.last,
-        learning_rate=optimizers.learning_rate(settings),
-        mask=optimizers.decayed,
+        optimizer=optimizers.leafwise_optimizer(settings),
+        max_grad_norm=settings.max_grad_norm,
         updates=settings.layer_updates,
         inputs=settings.layer_inputs,
         # The meter counts skipped steps.
-        **settings.subset("b1 b2 eps weight_decay max_grad_norm".split()),
-        **settings.subset("host_kernel host_state threads".split()),
         compiler_options=DETERMINISTIC,
         state=state,
     )

@@ -18,13 +18,13 @@ Figures = dict[str, float]
 
 
 class StepTraining:
-    """Runs one program per step: `optax.adamw`, or zenflow with an engine."""
+    """Runs one program per step: an optimizer of optax, or zenflow with an engine."""
 
     def __init__(self, job: Job, opt_state: Any):
         self._job = job
         self.params, self.opt_state = job.model.params, opt_state
         self._engine_state: Any = None
-        self.host: zenflow_jax.HostEngine | None = None  # None with adamw
+        self.host: zenflow_jax.HostEngine | None = None  # None without zenflow
 
     @property
     def parameters(self) -> int:
@@ -39,7 +39,7 @@ class StepTraining:
 
     def open(self, stack: contextlib.ExitStack) -> None:
         """Creates the engine, which `stack` closes."""
-        if self._job.settings.optimizer == "adamw":
+        if not self._job.settings.has_engine:
             return
         names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
         engine = zenflow_jax.HostEngine(
@@ -118,7 +118,7 @@ class LayerTraining:
         trainer = make_trainer(self._job, self._state)
         self._trainer, self._state = stack.enter_context(trainer), None
 
-    def step(self, batch: Any) -> tuple[jax.Array, int]:
+    def step(self, batch: Any) -> tuple[jax.Array, jax.Array]:
         parts = micro_batches(batch, self._job.settings.micro_batches)
         return self.host.step(*parts), self.host.skipped
 

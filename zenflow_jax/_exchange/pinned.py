@@ -23,6 +23,9 @@ from zenflow_jax._spec.schedule import Schedule
 #: The maximum number of unread mails, which limits how far Python runs ahead of the device.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
+#: The environment variable with the limit of a GPU's pinned memory in GiB, and XLA's default.
+LIMIT_NAME, DEFAULT_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
+
 #: Platforms on which jax has a separate, limited pool of pinned memory for each device
 #: (`GetStreamExecutorGpuDeviceAllocator` in XLA's source).
 _GPUS = ("gpu", "cuda", "rocm")
@@ -104,14 +107,14 @@ def check_pinned(needs: Mapping[str, int | float], platform: str) -> None:
     """Rejects `needs` (bytes by name) if they exceed one GPU's limit of pinned memory."""
     if platform not in _GPUS:
         return
-    text = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    text = os.environ.get(LIMIT_NAME)
     try:
-        # XLA's own default, which also replaces invalid numbers.
-        limit = int(text) if text else 64
+        # XLA's default also replaces invalid numbers.
+        limit = int(text) if text else DEFAULT_LIMIT
     except ValueError:
         raise UnfitRunError(
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is {text!r}. Set the environment variable to a "
-            "whole number of GiB, or unset it for 64."
+            f"{LIMIT_NAME} is {text!r}. Set the environment variable to a whole number of GiB, or "
+            f"unset it for {DEFAULT_LIMIT}."
         ) from None
     needed = sum(needs.values()) / 2**30
     if needed > limit:
@@ -119,10 +122,15 @@ def check_pinned(needs: Mapping[str, int | float], platform: str) -> None:
         raise UnfitRunError(
             f"One GPU's pinned host memory is too small: the limit is {limit} GiB, but the run "
             f"needs {needed:.1f} ({each}). Set the environment variable "
-            # jax's pool grows by ever larger regions, and never returns them.
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.25 * needed)} before jax starts; this "
-            "number includes a quarter more, for fragmentation."
+            f"{LIMIT_NAME}={limit_for(sum(needs.values()))} before jax starts; this number "
+            "includes a quarter more, for fragmentation."
         )
+
+
+def limit_for(nbytes: float) -> int:
+    """Returns the limit in GiB for this need of pinned memory."""
+    # jax's pool grows by ever larger regions, and never returns them.
+    return max(DEFAULT_LIMIT, math.ceil(1.25 * nbytes / 2**30))
 
 
 def pin_memory_for_mail(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:

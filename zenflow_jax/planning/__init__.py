@@ -5,39 +5,25 @@ and batch. `described_mesh` and `peak_bytes` add gradients and activations: XLA 
 for a GPU that this machine need not have.
 """
 
-from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.planning._gpus import EFFICIENCY, GPUS, Gpu, gpu_here, gpu_of_kind
-from zenflow_jax.planning._layers import LayerPlan, plan_layerwise
-from zenflow_jax.planning._plans import (
-    DEFAULT_FRACTION,
-    HOST_RESERVE,
-    MAX_FRACTION,
-    TEMPORARIES,
-    Plan,
-    gb,
-    plan,
-)
-from zenflow_jax.planning._steps import INSTALL, described_mesh, has_compiler, peak_bytes, placed
-
-__all__ = [
-    "EFFICIENCY",
-    "GPUS",
-    "HOST_RESERVE",
-    "INSTALL",
-    "TEMPORARIES",
-    "DEFAULT_FRACTION",
-    "MAX_FRACTION",
-    "Gpu",
-    "LayerPlan",
-    "Plan",
-    "UnfitRunError",
-    "described_mesh",
-    "gb",
-    "gpu_here",
-    "gpu_of_kind",
-    "has_compiler",
-    "peak_bytes",
-    "placed",
-    "plan",
-    "plan_layerwise",
-]
+from zenflow_jax._exchange.pinned import LIMIT_NAME as LIMIT_NAME
+from zenflow_jax._exchange.pinned import limit_for as limit_for
+from zenflow_jax._spec.rules import UnfitRunError as UnfitRunError
+from zenflow_jax.planning._gpus import BEST_EFFICIENCY as BEST_EFFICIENCY
+from zenflow_jax.planning._gpus import EFFICIENCY as EFFICIENCY
+from zenflow_jax.planning._gpus import GPUS as GPUS
+from zenflow_jax.planning._gpus import Gpu as Gpu
+from zenflow_jax.planning._gpus import gpu_here as gpu_here
+from zenflow_jax.planning._gpus import gpu_of_kind as gpu_of_kind
+from zenflow_jax.planning._layers import pinned_bytes as pinned_bytes
+from zenflow_jax.planning._layers import plan_layerwise as plan_layerwise
+from zenflow_jax.planning._plans import DEFAULT_FRACTION as DEFAULT_FRACTION
+from zenflow_jax.planning._plans import HOST_RESERVE as HOST_RESERVE
+from zenflow_jax.planning._plans import MAX_FRACTION as MAX_FRACTION
+from zenflow_jax.planning._plans import TEMPORARIES as TEMPORARIES
+from zenflow_jax.planning._plans import Plan as Plan
+from zenflow_jax.planning._plans import plan as plan
+from zenflow_jax.planning._steps import INSTALL as INSTALL
+from zenflow_jax.planning._steps import described_mesh as described_mesh
+from zenflow_jax.planning._steps import has_compiler as has_compiler
+from zenflow_jax.planning._steps import peak_bytes as peak_bytes
+from zenflow_jax.planning._steps import placed as placed

@@ -14,44 +14,32 @@ import dataclasses
 import jax
 
 _MIB = 2**20
-#: Assumed shares of a GPU's peak operations and of its memory bandwidth.
-EFFICIENCY = 0.4
+#: Shares of a GPU's peak operations: a usual one, and the best that was measured for full training
+#: on an RTX 4090 (SlideFormer 85%; LLMQ, arXiv:2512.15306, 72%).
+EFFICIENCY, BEST_EFFICIENCY = 0.4, 0.85
+#: The assumed share of the GPU's memory bandwidth.
 OF_BANDWIDTH = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The properties of a GPU that a plan needs.
+    """The properties of a GPU that a plan needs."""
 
-    Attributes:
-        name: The driver's name for the GPU.
-        memory: Bytes.
-        bandwidth: Bytes per second of the GPU's memory.
-        flops: Peak operations per second of bfloat16 matrix products.
-        bus: Bytes per second in each direction to pinned host memory: 0.8 of PCIe's raw rate.
-        host_bandwidth: Bytes per second of host memory per GPU, assumed.
-        host_memory: Bytes of host memory per GPU, assumed.
-        capability: CUDA's compute capability.
-        cores: Number of multiprocessors.
-        l2_cache: Bytes.
-        core_memory: Bytes that the threads of one multiprocessor share.
-    """
+    name: str  #: The driver's name for the GPU.
+    memory: int  #: Bytes.
+    bandwidth: float  #: Bytes per second of the GPU's memory.
+    flops: float  #: Peak operations per second of bfloat16 matrix products.
+    bus: float  #: Bytes per second, each way, to pinned host memory: 0.8 of PCIe's raw rate.
+    host_bandwidth: float  #: Bytes per second of host memory per GPU, assumed.
+    host_memory: int  #: Bytes of host memory per GPU, assumed.
+    capability: tuple[int, int]  #: CUDA's compute capability.
+    cores: int  #: Number of multiprocessors.
+    l2_cache: int  #: Bytes.
+    core_memory: int  #: Bytes that the threads of one multiprocessor share.
 
-    name: str
-    memory: int
-    bandwidth: float
-    flops: float
-    bus: float
-    host_bandwidth: float
-    host_memory: int
-    capability: tuple[int, int]
-    cores: int
-    l2_cache: int
-    core_memory: int
-
-    def seconds(self, flops: float, moved: float) -> float:
-        """Returns the assumed time for `flops` operations that read and write `moved` bytes."""
-        return max(flops / self.flops / EFFICIENCY, moved / self.bandwidth / OF_BANDWIDTH)
+    def seconds(self, flops: float, moved: float, efficiency: float = EFFICIENCY) -> float:
+        """Returns the time of `flops` at a share of the peak, or of `moved` bytes if longer."""
+        return max(1e-9, flops / self.flops / efficiency, moved / self.bandwidth / OF_BANDWIDTH)
 
     def host_beside(self, devices: int) -> tuple[float, int]:
         """Returns the assumed bandwidth and memory, in bytes, of a host with `devices` GPUs.

@@ -61,7 +61,7 @@ def needs_of(
         size, entries = math.prod(part.shape), math.prod(part.stack)
         group_totals[part.group] += (
             size,
-            state_bytes(part.view4(part.n), part.dtype, compact=compact),
+            _state_bytes(part.view4(part.n), part.dtype, compact),
             entries * (part.n + part.k) * np.dtype(np.int32).itemsize,
             math.prod(part.selected_shape) * 3 * _FLOAT32,
             size * part.mail_dtype.itemsize,
@@ -109,7 +109,6 @@ def needs_of(
     )
 
 
-def state_bytes(shape: tuple[int, int, int, int], dtype: Any, *, compact: bool) -> int:
-    """Returns the bytes of masters and moments of this shape."""
+def _state_bytes(shape: tuple[int, int, int, int], dtype: Any, compact: bool) -> int:
     masters = sum(x.itemsize for x in Masters.zeros((0,), dtype).arrays)
     return math.prod(shape) * masters + bytes_of_moments(shape, compact=compact)

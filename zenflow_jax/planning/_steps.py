@@ -119,18 +119,32 @@ def nbytes(x: Any) -> int:
 
 def _dot_flops(equation: Any) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval.shape
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+    left = equation.invars[0].aval
+    terms = math.prod(left.shape[i] for i in contracted)
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * terms * _slower(left)
 
 
 def _convolution_flops(equation: Any) -> float:
-    right = equation.invars[1].aval.shape
-    features = right[equation.params["dimension_numbers"].rhs_spec[0]]
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(right) / features
+    left, right = (x.aval for x in equation.invars)
+    features = right.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+    terms = math.prod(right.shape) / features
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * terms * _slower(left)
 
 
 def _ragged_dot_flops(equation: Any) -> float:
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
+    """Counts the products of all rows with all groups, which XLA for GPUs computes (to 0.11.2)."""
+    numbers, left = equation.params["ragged_dot_dimension_numbers"], equation.invars[0].aval
+    contracted = numbers.dot_dimension_numbers[0][0]
+    terms = math.prod(left.shape[i] for i in contracted)
+    # A result with an axis of groups is the weights' gradient, which contracts all rows.
+    has_groups = set(numbers.lhs_ragged_dimensions) <= set(contracted)
+    groups = 1 if has_groups else equation.invars[2].aval.shape[-1]
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * terms * groups * _slower(left)
+
+
+def _slower(x: Any) -> int:
+    """Returns 2 for float32 products: TF32 has half of bfloat16's rate on all GPUs of the table."""
+    return 2 if x.dtype == np.float32 else 1
 
 
 _FLOPS = {

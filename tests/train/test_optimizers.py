@@ -1,0 +1,100 @@
+"""The script's optimizers from optax: their updates, their state, and runs with them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.train import scripts
+from tests.train.scripts import TINY, summary, write_config
+from train import finetune
+from train.cli.settings import ON_DEVICE, Settings, SettingsError
+from train.run import optimizers
+
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
+
+RATE, DECAY = 1e-2, 0.1
+OPTIONS = {"schedule": "constant", "learning_rate": RATE, "weight_decay": DECAY, "steps": 9}
+PARAMS = {
+    "embed": {"embedding": jnp.ones((8, 4))},
+    "blocks": {"up": {"kernel": jnp.ones((2, 4, 6)), "bias": jnp.ones((2, 6))}},
+    "head": {"kernel": jnp.ones((4, 8))},
+}
+
+
+def updates_of(name, gradients, **options):
+    tx = optimizers.make_optimizer(Settings(**OPTIONS, optimizer=name, **options))
+    updates, state = tx.update(gradients, tx.init(PARAMS), PARAMS)
+    return updates, state
+
+
+def drawn():
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), PARAMS)
+
+
+#: Optimizers with optax's own names and defaults for everything that is not a setting.
+ALIASES = {
+    "adamw": optax.adamw(RATE, weight_decay=DECAY, mask=optimizers.decayed),
+    "lion": optax.lion(RATE, weight_decay=DECAY, mask=optimizers.decayed),
+    "sgd": optax.chain(optax.add_decayed_weights(DECAY, optimizers.decayed), optax.sgd(RATE)),
+    "sign": optax.chain(
+        optax.scale_by_sign(),
+        optax.add_decayed_weights(DECAY, optimizers.decayed),
+        optax.scale(-RATE),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_an_optimizer_is_optaxs_with_the_settings(name):
+    updates, _ = updates_of(name, drawn())
+    expected, _ = ALIASES[name].update(drawn(), ALIASES[name].init(PARAMS), PARAMS)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), updates, expected)
+
+
+def test_muon_orthogonalizes_each_blocks_matrices_and_nothing_else():
+    updates, _ = updates_of("muon", drawn())
+    kernel = (updates["blocks"]["up"]["kernel"] / -RATE) - DECAY
+    # Singular values are near 1, times 0.2 and the root of the larger side.
+    values = jnp.linalg.svd(kernel, compute_uv=False) / (0.2 * 6**0.5)
+    assert ((values > 0.6) & (values < 1.3)).all()
+    for x in (updates["embed"]["embedding"], updates["head"]["kernel"]):
+        # Adam's first step moves all elements equally, with its momentum one step ahead.
+        sizes = jnp.abs(x / -RATE - DECAY)
+        np.testing.assert_allclose(sizes, sizes[0, 0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_a_skipped_step_changes_nothing(name):
+    bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), drawn())
+    updates, state = updates_of(name, bad)
+    assert not any(x.any() for x in jax.tree.leaves(updates))
+    assert int(optimizers.skipped_steps(state)) == 1
+
+
+def test_compact_moments_are_a_setting():
+    _, state = updates_of("adamw", drawn(), host_state="compact")
+    codes = optax.tree.get(state, "mu")["blocks"]["up"]["kernel"].codes
+    assert codes.dtype == jnp.int8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
+@pytest.mark.parametrize("stream", ["none", "weights"])
+def test_a_run_with_lion_learns_and_may_not_resume_with_other_moments(tmp_path, capsys, stream):
+    options = TINY | {"steps": 6, "save_every": 3, "learning_rate": 3e-3, "layers": 2}
+    config = write_config(tmp_path, **options, optimizer="lion", stream=stream, run="a")
+    assert finetune.main([config]) == 0
+    figures = summary(tmp_path / "runs" / "a")
+    assert figures["validation_after"]["loss"] < figures["validation_before"]["loss"]
+    assert finetune.main([config, "--steps", "9", "--host-state", "compact"]) == 2
+    assert "host_state" in capsys.readouterr().err
+    assert finetune.main([config, "--steps", "9"]) == 0
+
+
+def test_the_timeline_needs_an_engine(tmp_path):
+    settings = Settings(**TINY | {"optimizer": "adamw", "stream": "weights"})
+    with pytest.raises(SettingsError, match="`--timeline`: needs steps with host work"):
+        scripts.setup.read(settings, timeline=tmp_path / "a.png")
