@@ -133,7 +133,9 @@ def new_engine(params):
 
 def new_trainer(params):
     functions = dict.fromkeys(("first", "layer", "last"), lambda *_: None)
-    return layerwise.Trainer({"outer": {}, "layers": [params]}, **functions, optimizer=optax.sgd(1e-2))
+    return layerwise.Trainer(
+        {"outer": {}, "layers": [params]}, **functions, optimizer=optax.sgd(1e-2)
+    )
 
 
 @pytest.mark.parametrize("start", [new_engine, new_trainer])
