@@ -89,7 +89,7 @@ def test_an_update_as_long_as_a_window_blocks_no_exchange_before_its_boundary(pa
         training.go(7)
         training.settle()
         take_all(passes)
-        # Closes a window whose update cannot begin; two of the next mails fit in the queue.
+        # Closes a window whose update cannot begin; the mail of two more steps fits in the queue.
         training.go(3)
         (update,) = training.on_their_way
         for mail in training.unread:
