@@ -30,7 +30,7 @@ from train import Failure
 from train.checkpoints.compatibility import MODEL_SETTINGS, description_of_model
 from train.checkpoints.reading import SavedCheckpoints, check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
-from train.cli.settings import Settings, SettingsError, TrainingSettings, task_name
+from train.cli.settings import Settings, SettingsError, StepSettings, task_name
 from train.distributed import processes
 from train.distributed.stopping import Stopped, StopRequest
 from train.huggingface.chat_template import TEMPLATE
@@ -141,7 +141,7 @@ def find_oom(error: BaseException) -> BaseException | None:
     return cause
 
 
-def describe_oom(error: BaseException, run: TrainingSettings) -> str:
+def describe_oom(error: BaseException, run: StepSettings) -> str:
     other = "a smaller model" if run.has_masters else "--optimizer zenflow"
     reason = str(error).partition("\n")[0]
     return (

@@ -5,6 +5,7 @@ it), computed in jax. Buckets of 32 lie along the last axis, so codes and scales
 axes, and a parameter's sharding fits them.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from zenflow_jax._host.moments import BEND, LEAST, PER_FIRST, PER_SECOND, TOP_FI
 #: Some other states with `mu` and `nu` would fail: centred RMSProp subtracts `mu**2` from its `nu`,
 #: which codes would make negative.
 _STATES = (optax.ScaleByAdamState, optax.ScaleByLionState)
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Codes(NamedTuple):
@@ -78,11 +80,7 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         return _encode_state(jax.tree.map(lax.optimization_barrier, state))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        state = jax.tree.map(
-            lambda x: _decode(x) if isinstance(x, Codes) else x,
-            state,
-            is_leaf=lambda x: isinstance(x, Codes),
-        )
+        state = jax.tree.map(lambda x: _decode(x) if _is_codes(x) else x, state, is_leaf=_is_codes)
         updates, state = optimizer.update(updates, state, params, **extra_args)
         return updates, _encode_state(state)
 
@@ -97,19 +95,24 @@ def _has_moments(x: Any) -> bool:
     return isinstance(x, _STATES)
 
 
+def _is_codes(x: Any) -> bool:
+    return isinstance(x, Codes)
+
+
 def _encode_state(state: Any) -> Any:
-    def encode_leaf(x: Array, first: bool) -> Any:
-        return _encode(x, first) if x.ndim > 1 else x
+    def encode_leaf(x: Any, first: bool) -> Any:
+        # Codes are the result of another `compact` inside. Complex and float64 numbers stay.
+        fits = not _is_codes(x) and x.ndim > 1 and x.dtype in _DTYPES
+        return _encode(x, first) if fits else x
 
     def encode_moments(x: Any) -> Any:
-        if not isinstance(x, _STATES):
+        if not _has_moments(x):
             return x
-        fields = {"mu": True, "nu": False}.items()
+        fields = {name: getattr(x, name) for name in ("mu", "nu") if name in x._fields}
         return x._replace(
             **{
-                name: jax.tree.map(lambda y, first=first: encode_leaf(y, first), getattr(x, name))
-                for name, first in fields
-                if name in x._fields
+                name: jax.tree.map(partial(encode_leaf, first=name == "mu"), y, is_leaf=_is_codes)
+                for name, y in fields.items()
             }
         )
 

@@ -41,7 +41,7 @@ class HostEngine:
     one thread may call an engine.
 
     An engine needs 12 bytes of host memory per deferred parameter (6.1875 with compact moments) and
-    pinned memory for a few mails. A ready update waits in device memory. `planning` computes both.
+    pinned memory for a few steps' mail. A ready update waits on the device. `planning` has both.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
@@ -164,7 +164,7 @@ class HostEngine:
 
         If no leaf is offloaded, it returns its arguments.
 
-        Waits for due updates, for a host that is more than two mails behind and, briefly, when
+        Waits for due updates, for a host that is more than two steps behind and, briefly, when
         channels are selected or windows adapt. You may then use the parameters, but not the mail.
 
         Args:

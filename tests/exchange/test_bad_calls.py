@@ -157,7 +157,7 @@ def assembled(x):
 NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
 
 
-# Errors in a mail are raised when the mail is read, some steps later.
+# Errors in a step's mail are raised when the mail is read, some steps later.
 @pytest.mark.parametrize(
     ("tx", "params", "word"),
     [

@@ -19,7 +19,7 @@ def engine():
         training.go(STEPS)
         training.flush()
         training.engine.state()
-        # The worker reports its last piece after it has delivered the update.
+        # The worker records the last piece of an update only after delivering it.
         training.engine.close()
         return training.engine
 

@@ -197,7 +197,7 @@ def test_a_folders_template_can_be_in_one_of_several_files(tmp_path, tokenizer):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     with pytest.raises(TokenizerError, match=r"neither chat_template\.jinja nor.*--chat-template"):
         read_template(tmp_path, tokenizer.tokens)
-    # Each takes precedence over those above it.
+    # Later entries override earlier ones.
     for name, content, text in (
         ("chat_template.json", {"chat_template": "of JSON"}, "of JSON"),
         ("tokenizer_config.json", config | {"chat_template": named}, "of a list"),

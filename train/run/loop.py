@@ -26,6 +26,7 @@ from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job
 from train.run.training import LayerTraining, StepTraining
+from zenflow_jax import HostEngine
 from zenflow_jax.planning import UnfitRunError
 
 
@@ -85,7 +86,8 @@ class Run:
             self.training.open(self.stack)
         except UnfitRunError as error:
             raise SettingsError(str(error)) from error
-        if timeline and (host := self.training.host) and processes.is_first():
+        host = self.training.host  # `--timeline` needs an engine
+        if timeline and isinstance(host, HostEngine) and processes.is_first():
             # Written whether or not the run succeeds.
             self.stack.callback(
                 lambda: summary.write_timeline(timeline, host.timeline, self.console)

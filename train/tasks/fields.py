@@ -1,6 +1,6 @@
-"""Handles fields of records that a task does not read.
+"""Checks the fields that a task does not read.
 
-Fields that control training are obeyed or rejected. Other fields are counted for a note.
+Those that control training are honoured or rejected, the rest are counted for a note.
 docs/finetuning.md has the same table.
 """
 

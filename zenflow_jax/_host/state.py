@@ -20,8 +20,8 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
 from zenflow_jax._spec.schedule import Schedule
 
-#: The maximum number of mails to keep. An update frees the closed window's mails leaf by leaf while
-#: the next window's mails arrive, so windows of four steps need no sums if the update keeps up.
+#: The maximum number of steps whose mail is kept. An update frees the closed window's mail leaf by
+#: leaf while the next window's arrives, so windows of four steps need no sums if it keeps up.
 MAILS_KEPT = 5
 
 
@@ -98,14 +98,14 @@ class HostLeaf:
         self.open.kept.append((gradient.reshape(self.master.shape), factor))
 
     def alias(self) -> "HostLeaf":
-        """Returns the leaf in the same memory; mails added later are not included."""
+        """Returns the leaf in the same memory; mail added later is not included."""
         window = dataclasses.replace(self.open, kept=list(self.open.kept))
         return dataclasses.replace(self, open=window, spare=None)
 
     def copy(self, adam: HostAdam) -> "HostLeaf":
         """Copies an alias, except channels, which are never overwritten.
 
-        `adam` sums the mails. Neither copy nor alias keeps them: pinned memory is scarce.
+        `adam` sums the mail. Neither copy nor alias keeps it: pinned memory is scarce.
         """
         sums, first = self.open.sums, self.open.sums is None
         sums = self.new_sums() if sums is None else Sums(*map(copied, sums))
@@ -212,7 +212,7 @@ class HostState:
 
     @property
     def pinned_bytes(self) -> int:
-        """Returns the bytes of kept mails, the only arrays in memory that jax has pinned."""
+        """Returns the bytes of kept mail, the only arrays in memory that jax has pinned."""
         kept = [len(leaf.open.kept) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
@@ -278,9 +278,9 @@ class HostState:
                     self._add_up(i, leaf.open)
 
     def _add_up(self, i: int, gradients: WindowGradients, end: int | None = None) -> Sums:
-        """Adds a window's mails of leaf `i`, up to `end`, to its sums."""
+        """Adds a window's mail of leaf `i`, up to `end`, to its sums."""
         leaf, sums = self.leaves[i], gradients.sums
-        self.before_write(i)  # a save must not keep mails that are freed here
+        self.before_write(i)  # a save must not keep mail that is freed here
         if sums is None:
             sums, leaf.spare = leaf.spare or leaf.new_sums(), None
         if gradients.kept:

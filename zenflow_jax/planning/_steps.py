@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.extend.core import Jaxpr, Var, jaxprs_in_params
+from jax.extend.core import Var, jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax.planning._gpus import GPUS
@@ -89,7 +89,7 @@ def peak_bytes(compiled: Any) -> int:
     )
 
 
-def products(jaxpr: Jaxpr) -> tuple[float, float]:
+def products(jaxpr: Any) -> tuple[float, float]:
     """Counts operations, and bytes read and written, of matrix products and convolutions.
 
     A loop with an unknown number of iterations counts once; unused results are not counted.
@@ -101,8 +101,11 @@ def products(jaxpr: Jaxpr) -> tuple[float, float]:
             continue
         needed |= {x for x in equation.invars if isinstance(x, Var)}
         name = equation.primitive.name
-        if name in _FLOPS:
-            flops += _FLOPS[name](equation)
+        if name in _TERMS:
+            # TF32, for float32 arrays, has half of bfloat16's rate on all GPUs of the table.
+            slower = 2 if equation.invars[0].aval.dtype == np.float32 else 1
+            size = math.prod(equation.outvars[0].aval.shape)
+            flops += 2.0 * slower * size * _TERMS[name](equation)
             moved += sum(nbytes(x.aval) for x in (*equation.invars, *equation.outvars))
         rounds = equation.params["length"] if name == "scan" else 1
         for inner in jaxprs_in_params(equation.params):
@@ -117,39 +120,33 @@ def nbytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
 
 
-def _dot_flops(equation: Any) -> float:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval
-    terms = math.prod(left.shape[i] for i in contracted)
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * terms * _slower(left)
+def _dot_terms(equation: Any) -> float:
+    shape, ((contracted, _), _) = (
+        equation.invars[0].aval.shape,
+        equation.params["dimension_numbers"],
+    )
+    return math.prod(shape[i] for i in contracted)
 
 
-def _convolution_flops(equation: Any) -> float:
-    left, right = (x.aval for x in equation.invars)
-    features = right.shape[equation.params["dimension_numbers"].rhs_spec[0]]
-    terms = math.prod(right.shape) / features
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * terms * _slower(left)
+def _convolution_terms(equation: Any) -> float:
+    shape = equation.invars[1].aval.shape
+    return math.prod(shape) / shape[equation.params["dimension_numbers"].rhs_spec[0]]
 
 
-def _ragged_dot_flops(equation: Any) -> float:
+def _ragged_dot_terms(equation: Any) -> float:
     """Counts the products of all rows with all groups, which XLA for GPUs computes (to 0.11.2)."""
-    numbers, left = equation.params["ragged_dot_dimension_numbers"], equation.invars[0].aval
+    numbers, shape = equation.params["ragged_dot_dimension_numbers"], equation.invars[0].aval.shape
     contracted = numbers.dot_dimension_numbers[0][0]
-    terms = math.prod(left.shape[i] for i in contracted)
-    # A result with an axis of groups is the weights' gradient, which contracts all rows.
+    # The weights' gradient contracts all rows, and its result has an axis of groups.
     has_groups = set(numbers.lhs_ragged_dimensions) <= set(contracted)
     groups = 1 if has_groups else equation.invars[2].aval.shape[-1]
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * terms * groups * _slower(left)
+    return groups * math.prod(shape[i] for i in contracted)
 
 
-def _slower(x: Any) -> int:
-    """Returns 2 for float32 products: TF32 has half of bfloat16's rate on all GPUs of the table."""
-    return 2 if x.dtype == np.float32 else 1
-
-
-_FLOPS = {
-    "dot_general": _dot_flops,
-    "conv_general_dilated": _convolution_flops,
-    "ragged_dot": _ragged_dot_flops,
-    "ragged_dot_general": _ragged_dot_flops,
+# The number of terms in each element of a result.
+_TERMS = {
+    "dot_general": _dot_terms,
+    "conv_general_dilated": _convolution_terms,
+    "ragged_dot": _ragged_dot_terms,
+    "ragged_dot_general": _ragged_dot_terms,
 }
