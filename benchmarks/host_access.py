@@ -1,11 +1,11 @@
-"""Does a compiled program access host memory in the right places, and with the copy engine?
+"""Does a compiled program read the right slices of host memory, and does the copy engine read them?
 
-XLA for GPUs annotates a slice inside a loop with a walk in bytes, offset + iteration * stride. Its
-runtime follows the walk and ignores the index. In jax 0.10.2 and 0.11.0, some walks differ from the
-index (openxla/xla#46231), and in later versions those of pipelined copies do (openxla/xla#45393).
-`traffic` evaluates the index of each host memory slice for each iteration, and compares. A slice
-without a walk belongs to a kernel: then multiprocessors, not a copy engine, read host memory word
-by word.
+XLA for GPUs annotates a slice inside a loop with its place in bytes, offset + iteration * stride.
+Its runtime follows the annotation and ignores the index. In jax 0.10.2 and 0.11.0, some annotations
+differ from the index (openxla/xla#46231), and in later versions those of pipelined copies do
+(openxla/xla#45393). `traffic` evaluates the index of each host memory slice for each iteration, and
+compares. A slice without an annotation belongs to a kernel: then multiprocessors, not a copy
+engine, read host memory word by word.
 """
 
 import json

@@ -3,9 +3,9 @@
     python -m benchmarks.host_adam --millions 64 --rounds 13 --threads 2
 
 Prints the median in ms with its interquartile range and the minimum, without compilation, and the
-median ratio to the memory-bandwidth limit and to DeepSpeed's CPUAdam. All rows take turns in one
-process, on the same arrays. The limit moves the same bytes in the same order without computing.
-Peers that are not installed are reported and skipped. Answers: `benchmarks/LOG.md`.
+median ratio to the memory-bandwidth limit and to DeepSpeed's CPUAdam. The rows are interleaved in
+one process and share their arrays. The limit moves the same bytes in the same order without
+computing. Peers that are not installed are reported and skipped. Answers: `benchmarks/LOG.md`.
 
 In zenflow, a bfloat16 weight is half of its master, so an update moves 2 bytes less than a peer's
 update. Peers keep a float32 master, cast the gradient before their step, and cast the weight after
@@ -57,8 +57,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=13)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    # OpenMP reads these variables when the peers load it. "Passive", because otherwise idle threads
-    # spin for a while after each step, at the next row's expense.
+    # OpenMP reads these variables when the peers load it. Passive: idle threads would otherwise
+    # spin during the next row.
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
     arrays = new_arrays(args.millions)
@@ -161,7 +161,7 @@ def stream_window(p, rest, m, v, g, h, j, k, zero):
 
 
 def add_zenflow(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
-    step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, None)
+    step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, False)
     n = x.p.shape[2]
     flip = (1, n, WIDTH, 1)  # the same memory, viewed as rows of channels
     everything = np.ones((1, n), bool)

@@ -31,11 +31,11 @@ def compile_step(peer: Peer, model: Model, batch: int, length: int) -> Report:
     def put(x: Any, sharding: NamedSharding = device) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    traced, params = trace_step(peer, model, batch, length, put, lambda x: put(x, host))
-    return report(traced.lower().compile(), params)
+    step, arguments = abstract_call(peer, model, batch, length, put, lambda x: put(x, host))
+    return report(step.lower(*arguments).compile(), arguments[0])
 
 
-def trace_step(
+def abstract_call(
     peer: Peer,
     model: Model,
     batch: int,
@@ -43,7 +43,7 @@ def trace_step(
     put: Callable[[Any], jax.ShapeDtypeStruct],
     park: Callable[[Any], jax.ShapeDtypeStruct],
 ) -> tuple[Any, Any]:
-    """Returns a peer's step, traced with shapes, and the parameters' shapes.
+    """Returns a peer's jitted step, and the shapes of its arguments: parameters, state, tokens.
 
     Args:
         peer: The peer.
@@ -62,7 +62,7 @@ def trace_step(
     placement = None if peer.offloads else jax.tree.map(lambda x: x.sharding, (params, state))
     tokens = put(jax.ShapeDtypeStruct((peer.micro_batches, batch, length + 1), jnp.int32))
     step = make_step(model.graphdef, optimizer, peer.micro_batches, placement)
-    return step.trace(params, state, tokens), params
+    return step, (params, state, tokens)
 
 
 def main() -> None:

@@ -49,24 +49,27 @@ _ADAMW = optax.chain(
 )
 
 
-def adamw() -> Optimizer:
-    """Returns `optax.adamw` on float32 masters, all on the device."""
+def adamw(tx: optax.GradientTransformation = _ADAMW) -> Optimizer:
+    """Returns `optax.adamw`, or another optimizer, on float32 masters, all on the device."""
+    first = partial(_first_mixed, tx=tx)
     return Optimizer(
-        lambda params: committed(_first_mixed(params)),
-        _apply_mixed,
-        partial(jax.eval_shape, _first_mixed),
+        lambda params: committed(first(params)),
+        partial(_apply_mixed, tx=tx),
+        partial(jax.eval_shape, first),
     )
 
 
-def _first_mixed(params: Any) -> Mixed:
+def _first_mixed(params: Any, tx: optax.GradientTransformation = _ADAMW) -> Mixed:
     # Also copies float32 parameters, because parameters and masters are both donated.
     master = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
-    return Mixed(master, _ADAMW.init(master))
+    return Mixed(master, tx.init(master))
 
 
-def _apply_mixed(gradients: Any, state: Mixed, params: Any) -> tuple[Any, Mixed]:
+def _apply_mixed(
+    gradients: Any, state: Mixed, params: Any, tx: optax.GradientTransformation = _ADAMW
+) -> tuple[Any, Mixed]:
     gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-    updates, moments = _ADAMW.update(gradients, state.moments, state.master)
+    updates, moments = tx.update(gradients, state.moments, state.master)
     master = optax.apply_updates(state.master, updates)
     params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
     return params, Mixed(master, moments)

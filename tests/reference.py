@@ -161,14 +161,13 @@ class Reference:
         return self.params
 
     def flush(self) -> list[np.ndarray]:
-        """Closes and merges all windows, and returns a copy of the parameters.
+        """Merges updates that do not replace provisional steps; returns a copy of the parameters.
 
-        The steps at which later windows close do not change.
+        Open windows stay open.
         """
         for turn in self.turns:
-            turn.merge()
-            if turn.open_steps:
-                self._close_window(turn, overlap=False)
+            if not self._settings.provisional_share or not turn.open_steps:
+                turn.merge()
         return self.params
 
     @property

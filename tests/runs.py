@@ -323,7 +323,7 @@ class Training:
 
     @property
     def unread(self) -> list[Any]:
-        """Returns the mails that the worker has not read."""
+        """Returns the mail that the worker has not read, by step."""
         return list(self.engine._mailbox._unread)
 
     @property

@@ -60,7 +60,8 @@ AGREEMENTS = {
         ),
         Plan(20, bad=(2, 12, 13, 14, 15, 17), flush_at=(11, 18)),
     ),
-    "in turn, not stale, selecting inside a window, one window all skipped": (
+    # Has a window with only skipped steps.
+    "in turn, not stale, selecting inside a window": (
         SECOND,
         dict(
             topk_ratio=0.3,

@@ -34,7 +34,7 @@ def test_the_readme_has_an_example_and_is_short():
     assert len(TEXT.splitlines()) < 120
 
 
-EXAMPLES = ("README.md", "docs/checkpoints.md", "docs/coming_from.md", "docs/deepspeed.md")
+EXAMPLES = ("README.md", "docs/checkpoints.md", "docs/deepspeed.md")
 
 
 # A separate process has jax's default settings, not those of the tests.

@@ -120,21 +120,21 @@ BY_STEP = {
         {"topk_ratio": 0.5, "update_interval": AutoWindow(6, 1.0)},
         [((3, 1), (-0.75 * t, 0)) for t in range(1, 8)] + [((3, 1), (-6, -0.5))],
     ),
-    # The flushes close windows of one, one, two and one steps, which move by 1/4, 1/4, 1 and 1/4.
-    "a flush closes the open windows, and the next windows end when they would have": (
-        1.0,
-        {"topk_ratio": 0.5, "update_interval": 4, "eps": 3.0, "window_scaling": True},
-        [((9, 1), (-0.75, 0)), (None, (-0.75, -0.25)), ((9, 1), (-1.5, -0.25))]
-        + [(None, (-1.5, -0.5))] * 2
-        + [((9, 1), (-2.25, -0.5)), ((9, 7), (-3, -0.5)), ((9, 1), (-3.75, -0.5))]
-        + [(None, (-3.75, -1.75))],
+    # First window: mean 3, rate 8. Second window: mean 3, rate 128.
+    "a flush merges the update of a closed window and leaves the open window alone": (
+        DOUBLING,
+        {"topk_ratio": 0.5, "update_interval": 4},
+        [((15, 1), (-0.9375, 0)), ((15, 5), (-2.8125, 0)), (None, (-2.8125, 0))]
+        + [((15, 2), (-6.5625, 0)), ((15, 4), (-14.0625, 0)), ((15, 1), (-29.0625, 0))]
+        + [(None, (-29.0625, -6))] * 2
+        + [((15, 3), (-59.0625, -6)), ((15, 3), (-119.0625, -6)), ((15, 5), (-239.0625, -6))]
+        + [(None, (-239.0625, -102))],
     ),
-    "a flush replaces provisional steps": (
+    "a flush merges no update if provisional steps of the open window would be lost": (
         1.0,
-        {"topk_ratio": 0.5, "update_interval": 2, "eps": 3.0, "provisional_share": 0.5}
-        | {"window_scaling": True},
-        [((9, 1), (-0.75, 0)), ((9, 7), (-1.5, -0.5)), ((9, 1), (-2.25, -1))]
-        + [(None, (-2.25, -1.25)), ((9, 1), (-3, -1.75)), (None, (-3, -1.5))],
+        {"topk_ratio": 0.5, "update_interval": 2, "provisional_share": 0.5},
+        [((15, 1), (-0.9375, 0)), ((15, 5), (-1.875, -0.5)), ((15, 1), (-2.8125, -1))]
+        + [(None, (-2.8125, -1)), ((15, 5), (-3.75, -0.75)), (None, (-3.75, -1.5))],
     ),
 }
 

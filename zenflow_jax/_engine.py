@@ -41,7 +41,7 @@ class HostEngine:
     one thread may call an engine.
 
     An engine needs 12 bytes of host memory per deferred parameter (6.1875 with compact moments) and
-    pinned memory for a few mails. A ready update waits in device memory. `planning` computes both.
+    pinned memory for a few steps' mail. A ready update waits on the device. `planning` has both.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
@@ -164,7 +164,7 @@ class HostEngine:
 
         If no leaf is offloaded, it returns its arguments.
 
-        Waits for due updates, for a host that is more than two mails behind and, briefly, when
+        Waits for due updates, for a host that is more than two steps behind and, briefly, when
         channels are selected or windows adapt. You may then use the parameters, but not the mail.
 
         Args:
@@ -240,12 +240,12 @@ class HostEngine:
 
     @recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Closes all windows and merges all updates, so that the parameters have every gradient.
+        """Merges pending updates, unless this would lose provisional steps.
 
-        Call this after the last exchange, and continue only from its result. Later windows end at
-        the same steps as without a flush, so the next ones are shorter. With `window_scaling=None`
-        a window's update is a single step whatever its length; end such a run at the end of a
-        window.
+        Call this after the last exchange, and continue only from its result. Open windows stay
+        open, so a continued run has the same windows. The parameters contain the open windows'
+        gradients only as provisional steps, and not at all with `provisional_share=None`; end such
+        a run at the end of a window.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -264,18 +264,16 @@ class HostEngine:
         taken = self._checker.take(params)
         if copied:
             self._checker.check_in_place(state, taken.weights)
-        opened = [group for group, steps in enumerate(self._progress.open_steps) if steps]
-        pending = list(self._updates.pending)
+        # An update mid-window would overwrite the provisional steps since the window opened.
+        at_once = state.schedule.provisional_share is None
+        pending, open_steps = self._updates.pending, self._progress.open_steps
+        arriving = [group for group in pending if at_once or not open_steps[group]]
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
-        with self._lifecycle.change():
-            if pending or opened:
+        with self._lifecycle.change(flushes=True):
+            if arriving:
                 self._integrity.forget()
-                weights = self._updates.collect(taken.offloaded, pending, state.step)
-                for group in opened:  # one at a time, because updates take device memory
-                    self._updates.close_window(group)
-                    self._progress.window_closed(group)
-                    weights = self._updates.collect(weights, [group], state.step)
+                weights = self._updates.collect(taken.offloaded, arriving, state.step)
                 taken = taken.with_offloaded(weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)

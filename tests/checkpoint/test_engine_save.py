@@ -97,8 +97,8 @@ def test_without_room_for_copies_the_run_waits_for_unsaved_leaves(copy_bytes, tm
 
 
 def test_an_unwritten_save_with_room_for_copies_keeps_no_mail(tmp_path):
-    def mails():
-        """Returns the addresses of the mails that the host or the save keeps."""
+    def kept_mail():
+        """Returns the addresses of the mail that the host or the save keeps."""
         windows = [leaf.open for leaf in (*training.host.leaves, *saving)]
         windows += [x for window in training.host._closed for x in window.gradients.values()]
         return {g.ctypes.data for window in windows for g, _ in window.kept}
@@ -108,13 +108,13 @@ def test_an_unwritten_save_with_room_for_copies_keeps_no_mail(tmp_path):
         for t in range(training.t + 1, training.t + 1 + steps):
             go(training, PLAN._replace(bad=()), t)
             training.settle()
-            counts.append(len(mails()))
+            counts.append(len(kept_mail()))
         return max(counts)
 
     saving, size = [], sum(math.prod(leaf.shape) for leaf in FIRST if leaf.axis is not None)
     with Training(FIRST, SETTINGS) as training:
         expected = most(8)
-        assert mails()
+        assert kept_mail()
         saved = values(training)
         stream = training.engine.stream(20 * size)
         saving = list(stream.snapshot._unsaved.values())

@@ -74,15 +74,6 @@ def test_a_run_resumed_from_any_step_is_bit_identical(leaves, changes, engine):
                 assert counted(again) == counts[soon], t
 
 
-def test_a_run_resumed_inside_a_window_can_be_flushed_before_its_first_step():
-    with Training(FIRST, SETTINGS, donate=True) as training:
-        go(training, PLAN, 7)
-        checkpoint = saved(training)
-        expected = end(training)
-        with resumed(training, checkpoint) as again:
-            comparisons.assert_same_bits(end(again), expected)
-
-
 @pytest.mark.parametrize("then", ["float32", "compact"])
 def test_a_run_can_resume_with_another_format_for_moments(then):
     kept = "compact" if then == "float32" else "float32"

@@ -1,4 +1,4 @@
-"""A resumed run needs trees from the same run and the same step; all others are rejected."""
+"""A resumed run needs trees from the same step of the same run; all other sets are rejected."""
 
 import dataclasses
 import gc

@@ -87,5 +87,5 @@ def test_the_pinned_memory_limit_applies_to_each_devices_mail(monkeypatch):
     shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
     with runs.Training(AHEAD, runs.CALM, shardings=shardings) as training:
         whole = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in AHEAD)
-        mails = pinned.buffers(training.state)
-        assert needed == [whole // 8 * mails] * 8
+        steps = pinned.buffers(training.state)
+        assert needed == [whole // 8 * steps] * 8

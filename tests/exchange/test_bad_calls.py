@@ -87,7 +87,7 @@ def test_the_engine_rejects_wrong_calls_and_the_run_continues(running, undisturb
     jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 3), undisturbed)
 
 
-def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(running):
+def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(running, undisturbed):
     engine, *made = running
     for _ in range(2):
         for _ in range(2):
@@ -100,12 +100,7 @@ def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(runn
         call = functools.partial(engine.exchange, *step(*made))
         assert_told(call, RuntimeError, "A step was dropped")
         made = engine.flush(*made)
-    with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
-        expected = PARAMS, STATE
-        for t in range(1, 6):
-            expected = other.exchange(*step(*expected))
-            expected = other.flush(*expected) if t in (3, 5) else expected
-    jax.tree.map(np.testing.assert_array_equal, made[0], expected[0])
+    jax.tree.map(np.testing.assert_array_equal, made[0], undisturbed)
     assert engine.stats.steps == 5
     # Before the first step, there is no exchange to repeat.
     with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
@@ -162,7 +157,7 @@ def assembled(x):
 NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
 
 
-# Errors in a mail are raised when the mail is read, some steps later.
+# Errors in a step's mail are raised when the mail is read, some steps later.
 @pytest.mark.parametrize(
     ("tx", "params", "word"),
     [

@@ -224,6 +224,25 @@ def test_consecutive_skipped_steps_cause_a_warning_then_an_error_even_across_a_c
     assert isinstance(caught.value.__cause__, FloatingPointError)
 
 
+@pytest.mark.parametrize(
+    ("options", "saves", "is_warned"),
+    [
+        ({"provisional_share": None}, False, True),
+        ({"provisional_share": None}, True, False),
+        ({"provisional_share": 0.5}, False, False),
+    ],
+)
+def test_gradients_lost_at_the_end_of_a_run_cause_one_warning(caplog, options, saves, is_warned):
+    with Training(FEW, dataclasses.replace(CALM, **options)) as run:
+        run.go(CALM.update_interval + 1)
+        run.flush()
+        if saves:
+            run.engine.state()
+        run.engine.close()
+    told = [r.getMessage() for r in caplog.records if "the gradients of up to" in r.getMessage()]
+    assert len(told) == is_warned
+
+
 def close_in_an_exception(engine):
     try:
         raise KeyboardInterrupt
@@ -248,24 +267,23 @@ def close_after_an_unwritten_save(engine):
 
 
 @pytest.mark.parametrize(
-    ("staleness", "end", "warnings"),
+    ("end", "warnings"),
     [
-        (None, close_after_a_failed_save, 1),
-        (None, close_after_an_unwritten_save, 1),
-        (None, close_during_a_save, 0),
-        (None, zenflow_jax.HostEngine.close, 1),
-        (0, zenflow_jax.HostEngine.close, 1),  # only open windows
-        (None, lambda engine: None, 1),  # garbage collection ends it
-        (None, zenflow_jax.HostEngine.state, 0),
-        (None, close_in_an_exception, 0),
+        (close_after_a_failed_save, 1),
+        (close_after_an_unwritten_save, 1),
+        (close_during_a_save, 0),
+        (zenflow_jax.HostEngine.close, 1),
+        (lambda engine: None, 1),  # garbage collection ends it
+        (zenflow_jax.HostEngine.state, 0),
+        (close_in_an_exception, 0),
     ],
-    ids="failed, unwritten, in progress, close, not stale, collected, saved, exception".split(", "),
+    ids=["failed", "unwritten", "in progress", "close", "collected", "saved", "exception"],
 )
 def test_an_engine_that_ends_without_a_flush_warns_once_about_lost_updates(
-    caplog, monkeypatch, staleness, end, warnings
+    caplog, monkeypatch, end, warnings
 ):
     monkeypatch.delattr(sys, "last_value", raising=False)  # left by an earlier test
-    run = Training(FEW, dataclasses.replace(CALM, staleness=staleness))
+    run = Training(FEW, CALM)
     run.go(CALM.update_interval)
     end(run.engine)
     del run

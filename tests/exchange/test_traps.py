@@ -1,4 +1,4 @@
-"""Traps in jax, XLA and threads, and the damage that each must not cause.
+"""Known pitfalls of jax, XLA and threads, each with the damage that its guard prevents.
 
 A test here fails if the guard that it tests is removed. A CPU cannot show what happens to
 registered memory, or XLA's schedule and temporaries on a GPU.
@@ -31,8 +31,8 @@ from zenflow_jax._host.arrays import aligned_zeros
 OPTIONS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
 
 
-# The same matrix with zero, one and two leading unit axes: the mail of one leaf must not have the
-# shape of another leaf or its moments.
+# The same matrix with 0, 1 and 2 unit axes, so that one leaf's mail could be mistaken for another
+# leaf.
 NESTED = tuple(Leaf(f"w{i}", (1,) * i + (6, 4), -2, "float32") for i in range(3))
 
 
@@ -133,7 +133,9 @@ def new_engine(params):
 
 def new_trainer(params):
     functions = dict.fromkeys(("first", "layer", "last"), lambda *_: None)
-    return layerwise.Trainer({"outer": {}, "layers": [params]}, **functions, learning_rate=1e-2)
+    return layerwise.Trainer(
+        {"outer": {}, "layers": [params]}, **functions, optimizer=optax.sgd(1e-2)
+    )
 
 
 @pytest.mark.parametrize("start", [new_engine, new_trainer])

@@ -30,7 +30,7 @@ def hooks(monkeypatch):
 
 @pytest.fixture
 def passes(hooks):
-    """Makes every piece of an update require a permit; there are many permits."""
+    """Blocks the worker before each piece of an update until the test releases a semaphore."""
     passes = threading.Semaphore(1000)
     hooks.update = lambda: passes.acquire(timeout=TIMEOUT_S)
     return passes
@@ -89,7 +89,7 @@ def test_an_update_as_long_as_a_window_blocks_no_exchange_before_its_boundary(pa
         training.go(7)
         training.settle()
         take_all(passes)
-        # Closes a window whose update cannot begin; two of the next mails fit in the queue.
+        # Closes a window whose update cannot begin; the mail of two more steps fits in the queue.
         training.go(3)
         (update,) = training.on_their_way
         for mail in training.unread:
@@ -228,7 +228,7 @@ def test_an_exception_leaves_the_with_block_unchanged(call, monkeypatch, caplog)
         (Training.fail, "the host worker failed at .*: list index"),
         (lambda _: None, "never reached the param"),
     ],
-    ids=["a failure that the caller does not know of", "without a flush"],
+    ids=["a failure that was never raised to the caller", "without a flush"],
 )
 def test_a_block_that_ends_with_updates_in_flight_raises_an_error(last, words):
     def leave():

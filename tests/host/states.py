@@ -18,7 +18,7 @@ KERNELS = ["numba", "numpy"]
 RATE, B1, B2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
 # The engine's arguments: Python floats with float32 values.
 SCALARS = AdamScalars(*(float(np.float32(x)) for x in (RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY)))
-STEP = window_step(SCALARS, 1, None)
+STEP = window_step(SCALARS, 1, False)
 
 
 class State(NamedTuple):

@@ -53,7 +53,7 @@ def test_kernels_split_masters_alike_and_a_step_at_rate_zero_keeps_every_bit(
         (p,) = adam.take([moved], channels)
         assert bits(moved.as_float32()) == bits(masters.as_float32())
     state = State(masters, *new_moments(p.shape, compact=False), steps)
-    rest = window_step(SCALARS._replace(learning_rate=0.0, weight_decay=0.0), 1, None)
+    rest = window_step(SCALARS._replace(learning_rate=0.0, weight_decay=0.0), 1, False)
     step(adam, state, np.zeros_like(p), np.ones((1, 1), bool), of_window=rest)
     assert bits(masters) == expected
 

@@ -21,6 +21,8 @@ from tests.layerwise.small_model import (
     new_params,
 )
 from zenflow_jax import layerwise
+from zenflow_jax.layerwise import _blocks, _optimizer
+from zenflow_jax.planning import UnfitRunError
 
 # Users' models promote dtypes by jax's default rules.
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
@@ -124,6 +126,22 @@ def test_a_non_finite_loss_skips_the_step_and_a_resumed_run_goes_on_counting(upd
         with pytest.raises(FloatingPointError, match="last 2 steps"):
             step_and_wait(trainer, bad)
         trainer.close()
+
+
+def test_a_run_that_needs_too_much_pinned_memory_is_refused_with_the_need_of_all_layers(
+    monkeypatch,
+):
+    monkeypatch.setattr(_optimizer, "SMALL_BYTES", 0)
+    with layerwise.Trainer(new_params(), **MODEL, optimizer=optax.sgd(0.1)) as trainer:
+        whole = trainer.stats.pinned_bytes
+
+    def check(needs, platform):
+        if sum(needs.values()) > whole:  # with gradients, about the half fits
+            raise UnfitRunError(f"needs {needs}")
+
+    monkeypatch.setattr(_blocks, "check_pinned", check)
+    with pytest.raises(UnfitRunError, match=f"'weights and state': {whole}, 'gradients': {whole}"):
+        layerwise.Trainer(new_params(), **MODEL, optimizer=optax.sgd(0.1))
 
 
 def unfiltered():

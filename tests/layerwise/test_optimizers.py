@@ -91,6 +91,25 @@ def test_an_optimizer_that_cannot_update_leaves_one_by_one_is_refused(name):
         trained(made(name))
 
 
+def test_optimizer_states_give_the_averaged_weights_of_a_schedule_free_run():
+    optimizer, params = optax.contrib.schedule_free_sgd(0.5), small(new_params())
+    masters, state = params, optimizer.init(params)
+    for batch in BATCHES[:3]:
+        updates, state = optimizer.update(jax.grad(loss_of)(masters, batch), state, masters)
+        masters = optax.apply_updates(masters, updates)
+    expected = optax.contrib.schedule_free_eval_params(state, masters)["layers"][1]
+    with layerwise.Trainer(params, **MODEL, optimizer=optimizer) as trainer:
+        for batch in BATCHES[:3]:
+            trainer.step(batch)
+        weights = jax.tree.map(np.asarray, trainer.master_params(1))
+        states = trainer.optimizer_states(1)
+    for name, state in zip(sorted(weights), states, strict=True):
+        alone = dict.fromkeys(weights) | {name: weights[name]}
+        got = optax.contrib.schedule_free_eval_params(state, alone)[name]
+        np.testing.assert_allclose(got, expected[name], atol=ATOL)
+        assert np.abs(got - weights[name]).max() > 1e-3
+
+
 def labels(tree):
     return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "vector", tree)
 

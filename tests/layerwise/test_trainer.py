@@ -24,7 +24,7 @@ from tests.layerwise.small_model import (
 )
 from zenflow_jax import layerwise
 from zenflow_jax.layerwise import _optimizer
-from zenflow_jax.layerwise._dispatch import Dispatcher
+from zenflow_jax.layerwise._dispatch import Dispatcher, _Pass
 
 # Users' models promote dtypes by jax's default rules.
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
@@ -125,6 +125,26 @@ def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
         check_close(trainer.params(), expected)
 
 
+def test_without_clipping_both_orders_of_updates_and_any_bytes_in_flight_give_the_same_bits(
+    nothing_is_small,
+):
+    results = []
+    for updates in ("after_backward", "during_backward"):
+        for in_flight_bytes in (None, 0, 10**9):
+            with layerwise.Trainer(
+                new_params(jnp.bfloat16),
+                **MODEL,
+                optimizer=optax.lion(1e-2),
+                updates=updates,
+                in_flight_bytes=in_flight_bytes,
+            ) as trainer:
+                for batch in BATCHES[:3]:
+                    trainer.step(batch)
+                results.append(masters_of(trainer))
+    for result in results[1:]:
+        check_equal(result, results[0])
+
+
 @pytest.mark.parametrize(("inputs", "memory"), [("device", "device"), ("host", "pinned_host")])
 def test_layer_inputs_are_kept_in_the_memory_that_inputs_names(inputs, memory, monkeypatch):
     keep, kept = Dispatcher._kept, []
@@ -216,6 +236,30 @@ def test_an_evaluation_leaves_nothing_on_the_device():
         before = live_bytes()
         trainer.evaluate(BATCHES[0])
         assert live_bytes() == before
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_loss_has_no_gradient_of_outer_weights_that_it_does_not_read(monkeypatch, parts):
+    losses, totals = _Pass.losses, []
+
+    def noting(run, outer):
+        result = losses(run, outer)
+        totals.append([x is not None for x in run.total])
+        return result
+
+    monkeypatch.setattr(_Pass, "losses", noting)
+    params = new_params()
+    before = params["outer"]["table"]
+    with layerwise.Trainer(
+        params,
+        first=lambda outer, batch: (outer["table"][batch[:, :-1]], None),
+        layer=lambda w, x, _: jnp.tanh(x @ w["up"]) @ w["down"],
+        last=lambda outer, x, batch: jnp.mean((x @ outer["head"]) ** 2),
+        optimizer=optax.sgd(0.1),
+    ) as trainer:
+        trainer.step(*np.split(BATCHES[0], parts))
+        assert not np.array_equal(trainer.params()["outer"]["table"], before)
+    assert totals == [[True, False]]  # head and table
 
 
 def test_a_trainer_shares_no_array_with_its_caller():

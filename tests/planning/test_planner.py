@@ -128,7 +128,7 @@ def test_the_hosts_work_matches_the_log_and_its_available_time_matches_the_stale
         tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.0, update_interval=window, **options)
         return needs_of(zenflow_jax.find_state(tx.init(params)))
 
-    # An update takes 26 bytes, each of four mails 2 on arrival and 2 when read, the upload 2.
+    # An update takes 26 bytes, each step's mail of four 2 on arrival and 2 when read, the upload 2.
     in_turn, together = work(), work(rolling=False)
     assert in_turn.mean == in_turn.busiest == 8 * 64**2 * ((24 + 2) / 4 + 2 + 2)
     assert work(16).mean < in_turn.mean

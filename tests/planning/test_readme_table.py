@@ -37,7 +37,6 @@ LLAMA2 = {
 TIED = {"tie_word_embeddings": True}
 CONFIGS = {
     "Qwen/Qwen3-1.7B": QWEN3 | TIED | dict(zip(NAMES, (2048, 6144, 28, 16), strict=True)),
-    "Qwen/Qwen3-4B": QWEN3 | TIED | dict(zip(NAMES, (2560, 9728, 36, 32), strict=True)),
     "meta-llama/Llama-2-7b-hf": LLAMA2 | dict(zip(NAMES, (4096, 11008, 32, 32), strict=True)),
     "Qwen/Qwen3-8B": QWEN3 | dict(zip(NAMES, (4096, 12288, 36, 32), strict=True)),
     "Qwen/Qwen3-14B": QWEN3 | dict(zip(NAMES, (5120, 17408, 40, 40), strict=True)),

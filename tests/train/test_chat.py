@@ -127,6 +127,14 @@ def test_a_template_that_prompts_for_a_thought_does_not_prompt_for_one_that_the_
         assert answers_of(conversation) == [first + TURN_END, last + TURN_END]
 
 
+def test_a_call_that_begins_like_the_prompts_thought_is_trained_on_from_its_first_letter(written):
+    text = "{{ m.content }}{% for c in m.tool_calls or [] %}<tool>{{ c.name }}{% endfor %}"
+    chat_template = written(written_as(text) + "{% if add_generation_prompt %}<think>{% endif %}")
+    turns = [*talk("Who?"), {"role": "assistant", "content": "", "tool_calls": [FIND]}]
+    conversation = chat_template.conversation([*turns, *talk("Who?", "It.")])
+    assert answers_of(conversation) == [f"<tool>find{TURN_END}", f"It.{TURN_END}"]
+
+
 def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(written):
     # With an end of text after only the last message, which does not end an answer.
     chat_template = written(
@@ -189,7 +197,7 @@ def test_a_folders_template_can_be_in_one_of_several_files(tmp_path, tokenizer):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     with pytest.raises(TokenizerError, match=r"neither chat_template\.jinja nor.*--chat-template"):
         read_template(tmp_path, tokenizer.tokens)
-    # Each takes precedence over those above it.
+    # Later entries override earlier ones.
     for name, content, text in (
         ("chat_template.json", {"chat_template": "of JSON"}, "of JSON"),
         ("tokenizer_config.json", config | {"chat_template": named}, "of a list"),
@@ -422,12 +430,3 @@ def test_lost_thoughts_and_changed_texts_are_noted(tmp_path, written):
 def test_an_answer_with_another_role_is_rejected(written, role):
     with pytest.raises(ConversationError, match=f"must have the role 'assistant'.*{role}.*Rename"):
         written(CONTENT).conversation([*talk("a", "b", "c"), {"role": role, "content": "d"}])
-
-
-def test_a_template_is_rendered_twice_for_a_conversation(written, monkeypatch):
-    chat_template = written(CONTENT)
-    chat_template.conversation(talk("a", "b", "c", "d", "e", "f"))
-    render, count = chat_template._render, []
-    monkeypatch.setattr(chat_template, "_render", lambda *x: count.append(x) or render(*x))
-    chat_template.conversation(talk("g", "h", "i", "j", "k", "l"))
-    assert len(count) == 2

@@ -12,7 +12,8 @@ from train.tasks.batches import DataError
 
 CHAT = ChatTemplate("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", {}, (), "here")
 
-# Share of the data's bytes. A text takes a few dozen bytes; its tokens would take more than 1.
+# As a share of the file: the index takes a few dozen bytes per text; the tokens themselves would
+# take more than the file.
 GROWTH = 0.03
 
 TEXT = "the cat is on the mat in the bin " * 120  # 4 kB

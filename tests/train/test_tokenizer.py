@@ -76,7 +76,7 @@ def test_config_ids_apply_where_the_tokenizer_names_no_token(tmp_path):
             r"config\.json is not valid JSON .*half of a",
         ),
         ("tokenizer_config.json", {"eos_token": "</s>"}, r"`eos_token` is '</s>', which"),
-        ("tokenizer_config.json", {"eos_token": None, "pad_token": BEGIN}, "no end token"),
+        ("tokenizer_config.json", {"eos_token": None, "pad_token": BEGIN}, "no `eos_token` in tok"),
         ("config.json", '{"bos', r"config\.json is not valid JSON"),
         ("config.json", {"pad_token_id": 10_000}, r"`pad_token_id` must be from 0 to"),
     ],
@@ -100,5 +100,5 @@ def test_missing_padding_or_too_few_rows_are_rejected_and_extra_rows_are_not(tmp
     with pytest.raises(TokenizerError, match=rf"below {vocabulary - 1}.* is {vocabulary - 1}"):
         read_tokenizer(tmp_path, vocabulary=vocabulary - 1)
     edit(tmp_path / "tokenizer_config.json", eos_token=None)
-    with pytest.raises(TokenizerError, match="no padding token"):
+    with pytest.raises(TokenizerError, match="no `pad_token` in tok"):
         read_tokenizer(tmp_path, vocabulary=vocabulary)

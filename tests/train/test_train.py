@@ -101,7 +101,7 @@ def test_zenflow_trains_and_writes_its_record(tmp_path, capsys):
     # Two groups have rolling windows. One group's first window has one step; the other group's
     # seventh window, with step 13, stays open.
     assert [int(row["step"]) for row in metrics] == [1, 4, 8, 12, 13]
-    assert [figures[name] for name in SCHEDULE] == [14, 26 / 14, 2, None]
+    assert [figures[name] for name in SCHEDULE] == [13, 25 / 13, 2, None]
     # Progress, and the remaining time.
     assert re.search(r"compiling the training step\nstep  1/13  compiled, \d+\.\d s\n", shown)
     assert re.search(r"step  4/13 .* \d:\d\d:\d\d left\n", shown)

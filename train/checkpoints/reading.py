@@ -48,7 +48,7 @@ def check_path(folder: Path) -> None:
 class SavedCheckpoints:
     """The checkpoints of one run. Every process must make the same calls."""
 
-    # The end of the sentence on how to fix a mismatch.
+    # Completes the error message about a mismatch.
     _otherwise = "or pass that run's settings.toml as the config file."
 
     def __init__(
@@ -94,8 +94,8 @@ class SavedCheckpoints:
     ) -> Restored:
         """Restores the checkpoint of `step`; raises `SettingsError` if it belongs to another run.
 
-        Unless `only_engine` is True, consumes `params` and `opt_state`: each restored array
-        replaces the fresh array.
+        Frees each array of `params` and `opt_state` as its restored value arrives, unless
+        `only_engine`.
         """
         run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}

@@ -7,12 +7,13 @@ generation %}`. In others, this text is found by rendering the conversation only
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,15 +24,12 @@ import jinja2.nodes
 import jinja2.sandbox
 import tokenizers
 
-from train.huggingface.json_files import read_object
 from train.huggingface.marks import ASSISTANT, ConversationError, Marks
-from train.huggingface.tokenizer import TokenizerError
+from train.huggingface.tokenizer import TokenizerError, read_entries
 
 TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
-
 DATE = datetime.datetime(2024, 7, 26)
-
 # Other names for the assistant.
 _ANSWERING = re.compile(
     r"(.*(assistant|gpt|bot|claude|llama|gemini).*|(language.?)?model|ai|llm|agent|answer|response)",
@@ -41,11 +39,9 @@ _ANSWERING = re.compile(
 # Placed around the assistant's text while a template is rendered. Both are Unicode noncharacters,
 # which texts do not contain.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-_MOST_RESTS = 1000
-
-REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]  # "role", usually "content", and other fields that a template reads
+Tools = Sequence[Any] | None
 
 
 class Conversation(NamedTuple):
@@ -62,7 +58,6 @@ class ChatTemplate:
         self.where = where
         self.special = dict(special)
         self._ends = tuple(ends)
-        self._rests: dict[tuple[str, str], str] = {}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -74,27 +69,20 @@ class ChatTemplate:
             self._template = environment.from_string(text)
             names = environment.parse(text).find_all(jinja2.nodes.Const)
         except jinja2.TemplateError as error:
-            raise TokenizerError(
-                f"Jinja cannot parse the chat template in {where}: {error}."
-            ) from error
+            problem = f"Jinja cannot parse the chat template in {where}: {error}."
+            raise TokenizerError(problem) from error
         texts = {name.value.strip() for name in names if isinstance(name.value, str)}
-        words = sorted(
-            (x for x in texts if len(x) > 2 and not x.replace(" ", "").isidentifier()), key=len
-        )
-        self._words = re.compile("|".join(map(re.escape, words[::-1])) or "(?!)")
+        words = [x for x in texts if len(x) > 2 and not x.replace(" ", "").isidentifier()]
+        words.sort(key=len, reverse=True)
+        self._words = re.compile("|".join(map(re.escape, words)) or "(?!)")
 
-    def render(
-        self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, ask: bool = False, tools: Tools = None) -> str:
         """Renders at least one message; `ask` adds the prompt for the next answer."""
         text = self._render(messages, ask, tools)
         return text.replace(_BEGIN, "").replace(_END, "")
 
     def conversation(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        skipped: Collection[int] = (),
+        self, messages: Sequence[Message], tools: Tools = None, skipped: Collection[int] = ()
     ) -> Conversation:
         """Renders the messages, and returns the ranges of the assistant's answers in the text.
 
@@ -104,9 +92,9 @@ class ChatTemplate:
         answers = [i for i, role in enumerate(roles) if role == ASSISTANT]
         if not answers or any(map(_ANSWERING.fullmatch, {*roles} - {ASSISTANT})):
             got = ", ".join(map(repr, dict.fromkeys(roles)))
+            problem = f"all answers must have the role {ASSISTANT!r}, but the roles are {got}"
             raise ConversationError(
-                f"all answers must have the role {ASSISTANT!r}, but the roles are {got}. Rename "
-                "the roles to system, user, assistant and tool"
+                f"{problem}. Rename the roles to system, user, assistant and tool"
             )
         if any(x in json.dumps([messages, tools], ensure_ascii=False) for x in (_BEGIN, _END)):
             raise ConversationError("the text contains a noncharacter, U+FDD0 or U+FDD1")
@@ -115,9 +103,8 @@ class ChatTemplate:
             i, value = leaf.message, repr(str(leaf.value)[:100])
             place = f" of message {i + 1} (role {roles[i]!r})" if i >= 0 else ""
             raise ConversationError(
-                f"the template in {self.where} skips `{leaf.field}`{place}: {value}. Rename the "
-                "role if it is not system, user, assistant or tool. Pass another template with "
-                "--chat-template, or leave this part out"
+                f"the template in {self.where} skips `{leaf.field}`{place}: {value}. Rename other "
+                "roles to system, user, assistant or tool, or pass another --chat-template"
             )
         if not marks.in_order():
             raise ConversationError(f"the template in {self.where} changes the order of messages")
@@ -128,9 +115,9 @@ class ChatTemplate:
             text, spans = "".join(parts), [*zip(ends[::2], ends[1::2], strict=False)]
             if learned != answers:
                 if len(spans) != len(answers):
+                    problem = f"{len(spans)} `{{% generation %}}` for {len(answers)} answers"
                     raise ConversationError(
-                        f"some answers are excluded from training, but {self.where} has "
-                        f"{len(spans)} `{{% generation %}}` for {len(answers)} answers"
+                        f"some answers do not count, but {self.where} has {problem}"
                     )
                 spans = [spans[answers.index(i)] for i in learned]
             spans = [(start, stop) for start, stop in spans if start < stop]
@@ -140,63 +127,48 @@ class ChatTemplate:
 
     def _answer(self, marks: Marks, i: int, is_last: bool) -> tuple[int, int]:
         """Returns the range of what a model writes: the answer in message `i`, and its end."""
-        text = marks.text
-        before, first, last, after = marks.around(i)
-        start = self._start(marks, i, before, first, empty=first == after)
-        stop = len(text) if is_last or start is None else self._stop(marks, i, last, after, start)
-        if start is None or stop is None or not marks.holds(i, start, stop):
+        start, stop, text = -1, -1, marks.text
+        with contextlib.suppress(ConversationError):  # the template may need more messages
+            start = self._start(marks, i)
+            stop = len(text) if is_last else self._stop(marks, i, start)
+        if not marks.holds(i, start, stop):
             raise ConversationError(
-                f"the template in {self.where} hides the answer in message {i + 1}. Put "
-                "`{% generation %}` and `{% endgeneration %}` around the assistant's text, and "
-                "pass the template with --chat-template"
+                f"the template in {self.where} hides the answer in message {i + 1}. Pass one with "
+                "`{% generation %}` and `{% endgeneration %}` around it with --chat-template"
             )
         answer = text[start:stop].rstrip()
         return start, start + len(answer) if answer.endswith(self._ends) else stop
 
-    def _start(self, marks: Marks, i: int, before: int, first: int, *, empty: bool) -> int | None:
-        """Returns the end of the prompt for an answer, between two marks."""
-        begin, key = before + 1, marks.text[before + 1 : first]
+    def _start(self, marks: Marks, i: int) -> int:
+        """Returns the end of the prompt for an answer; -1 if unknown."""
         if i == 0:  # many templates need at least one message
-            prompt = marks.prompt()
-            place = marks.text.find(prompt, begin, first) if prompt else -1
-            return place + len(prompt) if place >= 0 else None if empty else first
-        prompt = self._rest(("prompt", key), lambda: marks.rest(before, i, ask=True))
-        if prompt is None or marks.text.startswith(prompt, begin):
-            return None if prompt is None else begin + len(prompt)
+            prompt = marks.behind(None, ask=True)[1].removeprefix(marks.behind(None)[1])
+            place = marks.text.rfind(prompt, 0, marks.begin(i)) if prompt else -1
+            return place + len(prompt) if place >= 0 else marks.begin(i)
+        place, prompt = marks.behind(i, ask=True)
+        text = marks.text[place : place + len(prompt)]
+        if text == prompt:
+            return place + len(prompt)
         # The prompt may start a thought, which the answer does not contain.
-        ended = self._rest(("ended", key), lambda: marks.rest(before, i))
-        shared = begin + len(os.path.commonprefix([prompt, marks.text[begin:]]))
-        for end in self._ends:  # a token that begins like the thought
-            place = marks.text.find(end, max(shared - len(end) + 1, 0), shared + len(end) - 1)
-            shared = place if 0 <= place < shared else shared
-        return None if ended is None or shared < begin + len(ended) else min(shared, first)
+        start = min(place + len(os.path.commonprefix([prompt, text])), marks.begin(i))
+        place, ended = marks.behind(i)
+        return start if start >= place + len(ended) else -1
 
-    def _stop(self, marks: Marks, i: int, last: int, after: int, start: int) -> int | None:
-        """Returns the end of an answer, between two marks.
+    def _stop(self, marks: Marks, i: int, start: int) -> int:
+        """Returns the end of an answer; -1 if unknown.
 
         The last message may be rendered differently, such as with an end-of-text token after the
         answer's ending. So the ending is whatever both texts share after the answer.
         """
-        rest = marks.text[last + 1 : after]
-        ended = self._rest(("stop", rest), lambda: marks.rest(last, i + 1))
-        if ended is None or rest.startswith(ended):
-            return None if ended is None else last + 1 + len(ended)
-        shared = os.path.commonprefix([ended, rest])
-        sizes = [shared.rfind(end) + len(end) for end in self._ends if end in shared]
-        if sizes and (stop := last + 1 + max(sizes)) > start:
-            return stop
-        # An empty answer, if the last message has a thought before its ending.
-        endings = (ended[k:] for k in range(len(ended)))
-        ending = next((x for x in endings if marks.text.startswith(x, start)), "")
-        return start + len(ending) if last < start and any(map(ending.count, self._ends)) else None
-
-    def _rest(self, key: tuple[str, str], render: Callable[[], str | None]) -> str | None:
-        """Returns what a template writes after a text, once for each text up to the next mark."""
-        if key not in self._rests and (rest := render()) is not None:
-            if len(self._rests) > _MOST_RESTS:
-                self._rests.clear()
-            self._rests[key] = rest
-        return self._rests.get(key)
+        place, ended = marks.behind(i + 1)
+        text = marks.text[place : place + len(ended)]
+        if text == ended:
+            return place + len(ended)
+        shared = os.path.commonprefix([ended, text])
+        stops = [place + shared.rfind(end) + len(end) for end in self._ends if end in shared]
+        # An empty answer ends where it starts.
+        stops += [start + len(end) for end in self._ends if marks.text.startswith(end, start)]
+        return max((stop for stop in stops if stop > start), default=-1)
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         try:
@@ -206,19 +178,18 @@ class ChatTemplate:
             )
         # A template may fail like any other program.
         except Exception as error:
-            raise ConversationError(
-                f"the template in {self.where} rejects the messages: {error}"
-            ) from error
+            problem = f"the template in {self.where} rejects the messages: {error}"
+            raise ConversationError(problem) from error
 
 
 def read_template(
     folder: Path, tokens: tokenizers.Tokenizer, file: Path | None = None
 ) -> ChatTemplate:
     """Returns the chat template of a model's folder, or the template in `file`."""
-    config = _read_json(folder / CONFIG)
+    config = read_entries(folder / CONFIG)
     special = {
         name: token["content"] if isinstance(token, dict) else token
-        for source in (_read_json(folder / "special_tokens_map.json"), config)
+        for source in (read_entries(folder / "special_tokens_map.json"), config)
         for name, token in source.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
@@ -227,15 +198,13 @@ def read_template(
     if file is not None:
         return ChatTemplate(read_template_text(file), special, ends, str(file))
     for path in (folder / CONFIG, folder / "chat_template.json"):
-        text = _read_json(path).get("chat_template")
+        text = read_entries(path).get("chat_template")
         if isinstance(text, list):  # several named templates
             text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
         if isinstance(text, str):
             return ChatTemplate(text, special, ends, str(path))
-    raise TokenizerError(
-        f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in "
-        f"{CONFIG}. Add one as {TEMPLATE}, or train with --chat-template FILE."
-    )
+    problem = f"{folder} has no chat template, neither {TEMPLATE} nor `chat_template` in {CONFIG}"
+    raise TokenizerError(f"{problem}. Add one, or train with --chat-template FILE.")
 
 
 def read_template_text(file: Path) -> str:
@@ -245,13 +214,9 @@ def read_template_text(file: Path) -> str:
         raise TokenizerError(f"The chat template {file} cannot be read: {error}.") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_object(path, TokenizerError) if path.is_file() else {}
-
-
 def _with_reasoning(message: Message) -> Message:
     """Returns a message with its thoughts under all names, as in transformers 5.24."""
-    for name in REASONING:
+    for name in ("reasoning_content", "thinking", "reasoning"):
         if message.get(name) is not None:
             return {"thinking": message[name], **message, "reasoning_content": message[name]}
     return message

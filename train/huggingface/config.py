@@ -39,30 +39,17 @@ SIZES = {
     "positions": "max_position_embeddings",
 }
 
-# The only kinds that may have attention windows in some layers but not in others.
-QWEN = ("qwen2", "qwen3")
+QWEN = ("qwen2", "qwen3")  # only they may have attention windows in some layers alone
 
 # Values that a key must have if it is present, because the project's models support no other value.
 FIXED: Mapping[str, Mapping[str, Any]] = {
-    "decoder": {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "partial_rotary_factor": 1.0,
-        "quantization_config": None,
-    },
-    "encoder": {
-        "hidden_act": "gelu",
-        "position_embedding_type": "absolute",
-        "is_decoder": False,
-        "add_cross_attention": False,
-        "quantization_config": None,
-    },
+    "decoder": {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
+    | {"attention_bias": False, "mlp_bias": False},
+    "encoder": {"hidden_act": "gelu", "position_embedding_type": "absolute"}
+    | {"is_decoder": False, "add_cross_attention": False, "quantization_config": None},
 }
 
-# The defaults in `transformers`.
-ROPE_BASE = 10_000.0
-QWEN3_HEAD_WIDTH = 128
+ROPE_BASE = 10_000.0  # the default in `transformers`
 
 
 class ModelError(Failure):
@@ -73,9 +60,8 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderCo
     """Returns the model's sizes and options, from `raw`, the content of the file `path`."""
     kind = raw.get("model_type")
     if kind not in [*ARCHITECTURES]:  # also a kind that is not text
-        raise ModelError(
-            f"`model_type` in {path}: must be one of {', '.join(ARCHITECTURES)}, but is {kind!r}."
-        )
+        kinds = ", ".join(ARCHITECTURES)
+        raise ModelError(f"`model_type` in {path}: must be one of {kinds}, but is {kind!r}.")
     keys = _Keys(path, raw)
     for key, value in FIXED[ARCHITECTURES[kind]].items():
         keys.check(key, raw.get(key) in (None, value), f"{value!r}, the only supported value")
@@ -94,7 +80,7 @@ def _decoder(keys: _Keys, kind: str, **sizes: int) -> DecoderConfig:
     divisor = f"a divisor of `num_attention_heads`, {heads}"
     keys.check("num_key_value_heads", heads % kv_heads == 0, divisor)
     if kind == "qwen3":
-        head_width = keys.count("head_dim", QWEN3_HEAD_WIDTH)
+        head_width = keys.count("head_dim", 128)  # the default in `transformers`
     else:
         divides = keys.raw.get("head_dim") is not None or width % heads == 0
         keys.check("num_attention_heads", divides, f"a divisor of `hidden_size`, {width}")
@@ -118,8 +104,7 @@ def _decoder(keys: _Keys, kind: str, **sizes: int) -> DecoderConfig:
 def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
     """Returns the rotations' base and scaling, from the keys of old and new configs."""
     # transformers 5 has `rope_parameters`, with the base inside; earlier versions have
-    # `rope_scaling` and `rope_theta`. If both exist, all versions read `rope_scaling`; null means
-    # none.
+    # `rope_scaling` and `rope_theta`, which all versions read if both exist; null means none.
     name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     scaling = keys.raw.get(name)
     outer_base = keys.positive("rope_theta", ROPE_BASE)

@@ -33,6 +33,5 @@ def model_folder(model: str | Path, files: Sequence[str] = FILES) -> Path:
         raise ModelError(
             f"`model`: {name} is neither a folder nor available from the Hub: {reason} "
             f"({type(error).__name__}). Check the name and the network, log in with `hf auth "
-            f"login` for a gated model, or copy a folder that `hf download {name} --local-dir DIR` "
-            "has downloaded elsewhere."
+            "login`, or copy a folder from elsewhere (`hf download NAME --local-dir DIR`)."
         ) from error

@@ -55,8 +55,7 @@ class Pretrained(NamedTuple):
     @property
     def class_names(self) -> tuple[str, ...]:
         """Returns the names of the head's classes; LABEL_0 and so on if the config has none."""
-        named = self.raw.get("id2label")
-        named = named if isinstance(named, dict) else {}
+        named = self.raw.get("id2label") or {}
         return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(self.labels or 0))
 
 
@@ -90,10 +89,8 @@ def read_folder(model: str | Path) -> Pretrained:
 def _has_own_head(headers: Mapping[str, Tensor]) -> bool:
     """Returns whether the folder has a head that differs from the embedding."""
     both = [headers.get(name) for name in ("lm_head.weight", "embed_tokens.weight")]
-    if None in both:
-        return False
     with Reader() as reader:
-        return not reader.same(*both)
+        return None not in both and not reader.same(*both)
 
 
 def make_model(
@@ -175,21 +172,16 @@ def _check_tensors(pretrained: Pretrained) -> None:
             expected |= dict.fromkeys(layout.names, layout.shape)
     folder, tensors = pretrained.folder, pretrained.tensors
     if missing := expected.keys() - tensors.keys():
-        raise ModelError(
-            f"{folder} lacks {first_of(missing)}, which the model in its config.json needs."
-        )
+        names = first_of(missing)
+        raise ModelError(f"{folder} lacks {names}, which the model in its config.json needs.")
     if extra := tensors.keys() - expected.keys():
-        raise ModelError(
-            f"{tensors[min(extra)].file} also contains "
-            f"{first_of(tensors[name].name for name in extra)}, which config.json's model lacks."
-        )
+        names, file = first_of(tensors[name].name for name in extra), tensors[min(extra)].file
+        raise ModelError(f"{file} also contains {names}, which config.json's model lacks.")
     for name, shape in expected.items():
         tensor = tensors[name]
         if tensor.shape != shape or tensor.dtype not in DTYPES:
-            raise ModelError(
-                f"`{tensor.name}` in {tensor.file}: must have the shape {shape} and one of the "
-                f"dtypes {', '.join(DTYPES)}, but has {tensor.shape} and {tensor.dtype}."
-            )
+            expected, got = f"{shape} of {', '.join(DTYPES)}", f"{tensor.shape} of {tensor.dtype}"
+            raise ModelError(f"`{tensor.name}` in {tensor.file}: must be {expected}, but is {got}.")
 
 
 @functools.lru_cache(maxsize=16)

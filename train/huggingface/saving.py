@@ -54,16 +54,11 @@ class Entry(NamedTuple):
 
 
 def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarray]) -> None:
-    """Writes a safetensors file tensor by tensor, so that memory holds only one at a time.
-
-    A file consists of the header's length (8 bytes, little-endian), the header (JSON), and all
-    tensors' bytes.
-    """
+    """Writes a safetensors file tensor by tensor, so that memory holds only one at a time."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    metadata = {"format": "pt"}  # `transformers` requires it
-    header = encode_header(((e.name, names[e.dtype], e.shape, e.bytes) for e in entries), metadata)
+    described = ((e.name, names[e.dtype], e.shape, e.bytes) for e in entries)
     with open(path, "wb") as file:
-        file.write(header)
+        file.write(encode_header(described, {"format": "pt"}))  # `transformers` requires it
         for entry in entries:
             value = next(tensors)
             assert (value.dtype, value.shape) == (entry.dtype, entry.shape)
@@ -77,10 +72,8 @@ def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.n
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
     except OSError as error:
-        raise ModelError(
-            f"the model cannot be written to {path}: {error}. Free disk space or fix the "
-            "permissions, and start the run again: it resumes from its last checkpoint."
-        ) from error
+        problem = f"the model cannot be written to {path}: {error}"
+        raise ModelError(f"{problem}. Free disk space, and resume the run.") from error
     finally:
         # All processes must gather; otherwise the rest would wait for a process that has failed.
         for _ in tensors:
@@ -109,7 +102,7 @@ def save_folder(
         labels: Class names by id; () keeps the folder's own names.
         values: Arrays that replace the leaves of `params`; each is requested when it is written.
         texts: Contents of files in the new folder, by name; they replace copies.
-        task: The task that the parameters were trained on, which the config records.
+        task: The trained task, which the config records.
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
@@ -125,8 +118,7 @@ def save_folder(
             for layout, each in zip(sources, dtypes, strict=True)
             for name, dtype in zip(layout.names, each, strict=True)
         ]
-        content = _config(pretrained, entries, labels)
-        content |= {} if task is None else {TASK: task}
+        content = _config(pretrained, entries, labels) | ({TASK: task} if task else {})
         config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         with atomic_path(path, folder=True) as part:
             write_file(part / SINGLE, entries, tensors)
@@ -135,7 +127,7 @@ def save_folder(
                     shutil.copyfile(pretrained.folder / name, part / name)
             for name, text in {CONFIG: config, **(texts or {})}.items():
                 (part / name).write_text(text, encoding="utf-8")
-            if task is not None and isinstance(pretrained.config, DecoderConfig):
+            if task and isinstance(pretrained.config, DecoderConfig):
                 complete_folder(part, pretrained.config.vocabulary, task)
             if path.exists():
                 sync_all(part)  # if this fails, the old model is kept
@@ -193,14 +185,12 @@ def _config(
 def _check_replaceable(path: Path, origin: Path) -> None:
     """Raises an error if `path` is the original folder, or contains anything but a model."""
     if path.resolve() == origin.resolve():
-        raise ModelError(
-            f"{origin} is the folder that the model was read from. Pass another folder."
-        )
+        raise ModelError(f"{origin} is the folder that the model was read from. Pass another.")
     names = {file.name for file in path.iterdir()} if path.exists() else set()
-    extra = names - {*COPIED, CONFIG, SINGLE, INDEX}
+    extra = sorted(names - {*COPIED, CONFIG, SINGLE, INDEX})
     extra = [x for x in extra if not re.fullmatch(r"model-.*\.safetensors", x)]
     if extra:
+        listed = ", ".join(extra[:3])
         raise ModelError(
-            f"{path} contains files that are not part of a model: "
-            f"{', '.join(sorted(extra)[:3])}. Pass a new folder."
+            f"{path} has files that are not part of a model: {listed}. Pass a new one."
         )

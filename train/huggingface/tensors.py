@@ -77,9 +77,6 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 PREFIXES = {"decoder": "model.", "encoder": "bert."}
 HEADS = {"decoder": "lm_head.", "encoder": "classifier."}
 
-# Number of matrix rows that are compared at once.
-_ROWS = 4096
-
 
 class Tensor(NamedTuple):
     """A tensor's location, from its file's header."""
@@ -121,13 +118,12 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
     module, _, part = re.sub(r"^blocks/\d+/", "blocks/", leaf).rpartition("/")
     name = f"{MODULES[architecture][module]}.{'bias' if part == 'bias' else 'weight'}"
     one_per_layer = module.startswith("blocks/") and layer is None
-    rank = len(shape)
+    rank, transposed = len(shape), part == "kernel"
     stacked = one_per_layer or rank > 2
-    entry = shape[1:] if stacked else shape
     layers: Iterable[Any] = range(shape[0]) if one_per_layer else [layer and layer[1]]
-    transposed = part == "kernel"
     names = tuple(name.format(i) for i in layers)
     parts = shape[0] if stacked and not one_per_layer else 1
+    entry = shape[1:] if stacked else shape
     entry = entry[::-1] if transposed else entry
     return Source(names, (parts * entry[0], *entry[1:]), stacked, transposed, parts)
 
@@ -183,12 +179,10 @@ class Reader(contextlib.ExitStack):
 
     def same(self, a: Tensor, b: Tensor) -> bool:
         """Returns whether two matrices have equal values; reads a few rows at a time."""
-        if a.shape != b.shape:
-            return False
         rows = a.shape[0]
-        parts = (slice(i, min(i + _ROWS, rows)) for i in range(0, rows, _ROWS))
+        parts = (slice(i, min(i + 4096, rows)) for i in range(0, rows, 4096))
         pairs = ([self._cut(x, (part,)).astype(np.float32) for x in (a, b)] for part in parts)
-        return all(np.array_equal(*pair) for pair in pairs)
+        return a.shape == b.shape and all(np.array_equal(*pair) for pair in pairs)
 
     def _cut(self, tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
         if tensor.file not in self._files:
@@ -226,10 +220,8 @@ def _read_header(path: Path) -> list[Tensor]:
 def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not index.exists():
         present = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
-        raise ModelError(
-            f"{folder} has no {SINGLE} or {INDEX}, only {present}. Pass a folder that contains "
-            "safetensors files, such as one written by transformers' `save_pretrained`."
-        )
+        remedy = "Pass a folder written by transformers' `save_pretrained`"
+        raise ModelError(f"{folder} has no {SINGLE} or {INDEX}, only {present}. {remedy}.")
     files = read_object(index, ModelError).get("weight_map")
     if not isinstance(files, dict) or not all(type(file) is str for file in files.values()):
         raise ModelError(f"`weight_map` in {index}: must name files, but is {files!s:.90}.")

@@ -86,7 +86,7 @@ class Run:
             self.training.open(self.stack)
         except UnfitRunError as error:
             raise SettingsError(str(error)) from error
-        host = self.training.host
+        host = self.training.host  # `--timeline` needs an engine
         if timeline and isinstance(host, HostEngine) and processes.is_first():
             # Written whether or not the run succeeds.
             self.stack.callback(

@@ -3,17 +3,14 @@
     alpaca  {"instruction": "...", "input": "...", "output": "..."}, as in Stanford's Alpaca
     chat    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
 
-A file contains one such object per line or, if it is *.json, a list of objects; or it is a table
-with these columns (`tables.py`).
-
 An instruction's prompt and answer are tokenized separately, so that the prompt has the same tokens
 as in `train.generate`: `[begin] prompt answer end`. The chat template turns a conversation into one
-text. In this text only the assistant's answers with their end tokens count in the loss, except
-messages with weight 0 (`fields.py`).
+text, in which only the assistant's answers with their end tokens count in the loss.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,7 +26,7 @@ from train.tasks.conversations import Conversations
 from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype, store_tokens
 from train.tasks.examples import Examples, task_of
 from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
-from train.tasks.files import common_path, expect_examples, find_files, records, text_field
+from train.tasks.files import common_path, find_files, records, text_field
 
 SUFFIXES = (".json", ".jsonl", tables.SUFFIX)
 
@@ -58,8 +55,7 @@ class Answers(Examples):
 
 def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
     """Creates the task of answering instructions, with the arguments of `task_of_answers`."""
-    encode_files = partial(_encode_instructions, tokenizer)
-    return task_of_answers(data, tokenizer, encode_files, **options)
+    return task_of_answers(data, tokenizer, partial(_encode_instructions, tokenizer), **options)
 
 
 def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
@@ -68,15 +64,13 @@ def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **option
 
     def encode_files(paths: list[Path], notes: list[str]) -> Iterator[Encoded]:
         ends, reader = False, Conversations(template)
-        conversations = expect_examples(paths, reader.read)
+        conversations = itertools.chain.from_iterable(map(reader.read, paths))
         for chunk in encode_conversations(tokenizer, conversations):
             ends = ends or np.isin(chunk.tokens[chunk.marks == 1], special).any()
             yield chunk
         if not ends:
-            notes.append(
-                f"{template.where}: no special token follows an answer, so a model may not learn "
-                "to stop"
-            )
+            problem = "no special token follows an answer, so a model may not learn to stop"
+            notes.append(f"{template.where}: {problem}")
         notes += reader.notes(common_path(paths))
 
     return task_of_answers(data, tokenizer, encode_files, **options)
@@ -88,16 +82,15 @@ def task_of_answers(
     encode_files: Callable[[list[Path], list[str]], Iterator[Encoded]],
     *,
     sequence_length: int,
-    validation_share: float,
-    seed: int,
+    **options: Any,
 ) -> Task:
     """Creates the task of predicting the answers in the files of `data`.
 
-    Examples longer than T + 1 tokens are truncated; those that lose their answer are dropped.
+    Examples longer than T + 1 tokens are truncated; those that lose their answer are dropped. The
+    `options` are `validation_share` and `seed`.
     """
-    files = find_files(data, SUFFIXES)
+    files, splits = find_files(data, SUFFIXES), []
     notes = list(files.notes)
-    splits: list[Examples] = []
     for paths in filter(None, (files.train, files.validation)):
         encoded = store_tokens(encode_files(paths, notes), tokenizer)
         # The first token of an example is not a target.
@@ -107,26 +100,18 @@ def task_of_answers(
         rows = np.flatnonzero(np.fromiter(answered, bool))
         where, count = common_path(paths), len(encoded.whole)
         if not len(rows):
-            raise DataError(
-                f"{where}: none of {count} examples has an answer to train on that begins within "
-                f"{sequence_length} tokens. Use a longer `sequence_length`."
-            )
+            limit = f"within {sequence_length} tokens. Use a longer `sequence_length`"
+            raise DataError(f"{where}: none of {count} examples has an answer that begins {limit}.")
         if len(rows) < count:
-            notes.append(
-                f"{where}: left out {count - len(rows)} of {count} examples, because no answer to "
-                f"train on begins within {sequence_length} tokens"
-            )
+            reason = f"because no answer to train on begins within {sequence_length} tokens"
+            notes.append(f"{where}: left out {count - len(rows)} of {count} examples, {reason}")
         splits.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
-    if len(splits) == 1:
-        splits = splits[0].split(data, validation_share=validation_share, seed=seed)
-    train, validation = splits
-    return task_of(train, validation, tokenizer, notes=notes)
+    return task_of(splits, data, tokenizer, notes=notes, **options)
 
 
 def prompt(instruction: str, context: str = "") -> str:
-    if context:
-        return PROMPT_WITH_INPUT.format(instruction=instruction, input=context)
-    return PROMPT.format(instruction=instruction)
+    form = PROMPT_WITH_INPUT if context else PROMPT
+    return form.format(instruction=instruction, input=context)
 
 
 def _encode_instructions(
@@ -134,7 +119,7 @@ def _encode_instructions(
 ) -> Iterator[Encoded]:
     """Yields prompts and answers as tokens; begin (if any) and end tokens surround each pair."""
     fields = Fields("instruction", "input", "output", refused=OF_INSTRUCTIONS)
-    texts = expect_examples(paths, partial(_instructions, fields=fields))
+    texts = (text for path in paths for text in _instructions(path, fields))
     for chunk in encode(tokenizer, texts, special=False, together=2):
         prompts, outputs = np.diff(chunk.starts).reshape(-1, 2).T
         tokens, starts = enclose(chunk.tokens, chunk.starts[::2], tokenizer)
@@ -171,8 +156,6 @@ def _instructions(path: Path, fields: Fields) -> Iterator[str]:
     for where, record in records(path):
         fields.check(where, record)
         check_instruction(where, record)
-        context = ""
-        if record.get("input") is not None:
-            context = text_field(where, record, "input")
+        context = "" if record.get("input") is None else text_field(where, record, "input")
         yield prompt(text_field(where, record, "instruction"), context)
         yield text_field(where, record, "output")

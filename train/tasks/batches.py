@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -82,12 +83,8 @@ class _Shuffled:
         stacked = {name: np.stack([e[name] for e in own]) for name in own[0]}
         if self._sharding is None:
             return stacked
-        return {
-            name: jax.make_array_from_process_local_data(
-                self._sharding, x, (self._size, *x.shape[1:])
-            )
-            for name, x in stacked.items()
-        }
+        place = partial(jax.make_array_from_process_local_data, self._sharding)
+        return {name: place(x, (self._size, *x.shape[1:])) for name, x in stacked.items()}
 
 
 class Batches(_Shuffled):
@@ -139,9 +136,8 @@ class Sample(_Shuffled):
 
     def __init__(self, source: Source, *, batches: int | None = None, **options: Any):
         super().__init__(source, **options)
-        self.examples = len(source)
-        if batches is not None:
-            self.examples = min(self.examples, batches * self._size)
+        most = len(source) if batches is None else batches * self._size
+        self.examples = min(len(source), most)
 
     def __iter__(self) -> Iterator[Batch]:
         for first in range(0, self.examples, self._size):

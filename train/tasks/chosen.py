@@ -24,10 +24,8 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
         return standard_library.make(corpus_megabytes=settings.corpus_megabytes, **options)
     kind = "encoder" if task == "classification" else "decoder"
     if origin.architecture != kind:
-        raise SettingsError(
-            f"`model`: the task {task} needs {KINDS[kind]}, but {origin.folder} is "
-            f"{KINDS[origin.architecture]}. Pass another --model or --task."
-        )
+        other = f"{origin.folder} is {KINDS[origin.architecture]}. Pass another --model or --task"
+        raise SettingsError(f"`model`: the task {task} needs {KINDS[kind]}, but {other}.")
     check_length(settings.sequence_length, origin)
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
     tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
@@ -50,7 +48,5 @@ def check_length(sequence_length: int, origin: Pretrained) -> None:
     """Rejects sequences that exceed the model's positions."""
     longest = origin.config.positions
     if sequence_length > longest:
-        raise SettingsError(
-            f"`sequence_length`: {sequence_length} exceeds the {longest} positions of the model in "
-            f"{origin.folder}. Pass --sequence-length {longest}."
-        )
+        problem = f"{sequence_length} exceeds the {longest} positions of the model {origin.folder}"
+        raise SettingsError(f"`sequence_length`: {problem}. Pass --sequence-length {longest}.")

@@ -1,13 +1,10 @@
-"""Classifies texts or pairs of texts from a user's file.
+"""Classifies texts or pairs of texts from a user's file: CSV or TSV with a header, JSON, a table.
 
-A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The classes are the
-model's head's, if they include all labels; else those that a table lists; else the labels that
-occur, with numbers in ascending order and other labels in alphabetical order. Labels are compared
-as text.
+The classes are the model's head's, if they include all labels; else those that a table lists; else
+the labels that occur, with numbers in ascending order and other labels in alphabetical order.
 
 CSV: columns are separated by commas, or by semicolons, tabs or pipes if only those yield the needed
-columns. TSV: a line is a row; quotation marks around a text are removed, because spreadsheets add
-them. Rows without text are left out and listed in a note.
+columns. TSV: a line is a row; quotation marks around a text are those of spreadsheets.
 """
 
 from __future__ import annotations
@@ -28,15 +25,10 @@ from train.huggingface.tokenizer import Tokenizer
 from train.tasks import Task, tables
 from train.tasks.batches import DataError
 from train.tasks.encoding import Text
-from train.tasks.examples import Examples, Sentences, task_of
+from train.tasks.examples import Sentences, task_of
 from train.tasks.files import find_files, lines, records, shorten, text_field
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", tables.SUFFIX)
-
-SEPARATORS = (",", ";", "\t", "|")
-
-QUOTE = "Put quotation marks around a text that contains a separator"
-AS_CSV = "Save texts that contain tabs or line breaks as CSV"
 
 # Above this number, whether labels are accepted as classes depends on the number of examples.
 MANY_CLASSES = 20
@@ -66,14 +58,14 @@ def score(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     predicted, true = (np.sum(ids[:, None] == classes, axis=0) for ids in (predictions, labels))
     hits = np.sum((predictions == labels)[:, None] & (labels[:, None] == classes), axis=0)
     n = len(labels)
-    # 0 if all predictions or all labels are the same.
+    # 0 if all predictions or all labels are the same; then so is the numerator.
     spread = math.sqrt((n**2 - np.sum(predicted**2)) * (n**2 - np.sum(true**2)))
     matthews = (n * np.sum(hits) - np.sum(predicted * true)) / (spread or 1)
     f1s = 2 * hits / (predicted + true)
     return {
         "accuracy": float(np.sum(hits) / n),
         "macro_f1": float(np.mean(f1s)),
-        "matthews": float(matthews) if spread else 0.0,
+        "matthews": float(matthews),
     }
 
 
@@ -83,9 +75,8 @@ def make(
     columns: Columns,
     *,
     sequence_length: int,
-    validation_share: float,
-    seed: int,
     known: Sequence[str] = (),
+    **options: Any,
 ) -> Task:
     """Creates the task of classifying a file's texts, with the arguments of `task_of_answers`.
 
@@ -96,24 +87,18 @@ def make(
     rows = [_read(paths, columns, notes) for paths in (files.train, files.validation) if paths]
     named = tables.class_names(files.train[0], columns.label)
     folded = {label.lower() for label in named or rows[0].labels}
-    heads = _heads(known)
+    # Files may have a head's indices as labels, if its names are like LABEL_0.
+    heads, indices = [list(known)], [str(i) for i in range(len(known))]
+    heads += [indices] * any(f"LABEL_{i}" in known for i in indices)
     fitting = (names for names in heads if folded <= {name.lower() for name in names})
     classes = next(fitting, named) or _classes(rows[0].labels, columns.label, data)
     ids = [_ids(split, classes, known, columns.label) for split in rows]
-    splits: list[Examples] = [
+    splits = [
         Sentences(split.texts, labels, tokenizer, sequence_length)
         for split, labels in zip(rows, ids, strict=True)
     ]
-    if len(splits) == 1:
-        splits = splits[0].split(data, validation_share=validation_share, seed=seed)
-    task = task_of(
-        splits[0],
-        splits[1],
-        tokenizer,
-        checksum=zlib.crc32(json.dumps(classes).encode()),
-        labels=classes,
-        notes=notes,
-    )
+    options |= {"checksum": zlib.crc32(json.dumps(classes).encode()), "labels": classes}
+    task = task_of(splits, data, tokenizer, notes=notes, **options)
     order = f"classes by index: {by_index(classes)}"
     if len(known) == len(classes) and classes not in heads and len(heads) > 1:
         order += ". If the model's LABEL_0 is another, correct `id2label` in its config.json"
@@ -124,19 +109,12 @@ def by_index(classes: Sequence[str]) -> str:
     return shorten(", ".join(f"{i} {name!r}" for i, name in enumerate(classes)), 1000)
 
 
-def _heads(known: Sequence[str]) -> list[list[str]]:
-    """Returns the names of a head's classes and, if they are like LABEL_0, also their indices."""
-    indices = [str(i) for i in range(len(known))]
-    return [list(known), indices] if {f"LABEL_{i}" for i in indices} & {*known} else [list(known)]
-
-
 def _balance(classes: Sequence[str], ids: list[int]) -> str:
     """Returns a line about the classes' shares."""
     counts = np.bincount(ids, minlength=len(classes))
-    shares = counts / len(ids)
     # The rarest first, because misspelled labels are among them.
     order = np.argsort(counts, kind="stable")
-    counted = ", ".join(f"{classes[i]!r} {counts[i]} ({shares[i]:.1%})" for i in order)
+    counted = ", ".join(f"{classes[i]!r} {counts[i]} ({counts[i] / len(ids):.1%})" for i in order)
     return f"{len(classes)} classes, with example counts: {shorten(counted)}"
 
 
@@ -147,10 +125,8 @@ def _classes(labels: list[str], column: str, data: Path) -> list[str]:
         classes.sort(key=int)
     if not 2 <= len(classes) <= max(MANY_CLASSES, len(labels) // 2):
         listed = ", ".join(shorten(repr(label)) for label in classes[:3])
-        raise DataError(
-            f"{data}: column {column!r} has {len(classes)} classes in {len(labels)} rows: {listed}."
-            " Pass a column with at least two classes, but not too many, to --label-column."
-        )
+        problem = f"{column!r} has {len(classes)} classes in {len(labels)} rows: {listed}"
+        raise DataError(f"{data}: column {problem}. Pass a column of classes to --label-column.")
     return classes
 
 
@@ -162,10 +138,9 @@ def _ids(split: Rows, classes: list[str], known: Sequence[str], column: str) -> 
     for label, place in zip(split.labels, split.places, strict=True):
         ids.append(exact.get(label, folded.get(label.lower(), -1)))
         if ids[-1] < 0:
-            raise DataError(
-                f"{place}: the label {label!r} in column {column!r} is not in the training data's "
-                f"classes: {shorten(', '.join(map(repr, exact)))}."
-            )
+            listed = shorten(", ".join(map(repr, exact)))
+            problem = f"the label {label!r} in column {column!r}"
+            raise DataError(f"{place}: {problem} is not in the training data's classes: {listed}.")
     return ids
 
 
@@ -176,7 +151,9 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
         names = tables.class_names(path, columns.label)
         before, blank = len(rows.labels), []
         for where, record in _records(path, columns):
-            texts = [_text(where, record, column).strip() for column in columns.texts]
+            record |= {x: "" for x in columns.texts if record.get(x, "") is None}
+            remedy = "Pass its name with --text-column"
+            texts = [text_field(where, record, x, remedy=remedy).strip() for x in columns.texts]
             if all(texts):
                 rows.texts.append((texts[0], texts[1]) if len(texts) == 2 else texts[0])
                 rows.labels.append(_label(where, record, columns.label, names))
@@ -191,19 +168,12 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
     return rows
 
 
-def _text(where: str, record: dict[str, Any], column: str) -> str:
-    if record.get(column, "") is None:
-        return ""
-    return text_field(where, record, column, remedy="Pass its name with --text-column")
-
-
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
     """Returns a label as text, the same for 1 and "1.0", or true and "True"; `names` name ids."""
-    if column not in record:
-        text_field(where, record, column, remedy="Pass its name with --label-column")
-    label = record[column].strip() if isinstance(record[column], str) else record[column]
-    if isinstance(label, str) and re.fullmatch(r"-?\d+\.\d*", label):
-        label = float(label)
+    if isinstance(label := record.get(column, ""), str):
+        remedy = "Pass its name with --label-column"
+        label = text_field(where, record, column, remedy=remedy).strip()
+        label = float(label) if re.fullmatch(r"-?\d+\.\d*", label) else label
     match label:
         case bool():
             return str(label).lower()
@@ -227,7 +197,9 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
         yield from records(path)
         return
     is_tsv = name.endswith(".tsv")
-    rows, remedy = _rows(path, columns, is_tsv), AS_CSV if is_tsv else QUOTE
+    remedy = "Put quotation marks around a text that contains a separator"
+    remedy = "Save texts that contain tabs or line breaks as CSV" if is_tsv else remedy
+    rows = _rows(path, columns, is_tsv)
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     # `_text` and `_label` report missing columns.
     for column in (*columns.texts, columns.label):
@@ -246,8 +218,8 @@ def _rows(path: Path, columns: Columns, is_tsv: bool) -> Iterator[tuple[int, lis
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     if not is_tsv:
         first, needed = next(lines(path), (1, ""))[1], {*columns.texts, columns.label}
-        headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
-        options = {"delimiter": next((s for s in SEPARATORS if needed <= headers[s]), ",")}
+        headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in ",;\t|"}
+        options = {"delimiter": next((s for s in headers if needed <= headers[s]), ",")}
     longest = csv.field_size_limit(sys.maxsize)  # for texts of more than 131,072 characters
     # Does not read ahead, so that an error names the first invalid row.
     reader = csv.reader((line for _, line in lines(path)), strict=True, **options)
@@ -258,18 +230,14 @@ def _rows(path: Path, columns: Columns, is_tsv: bool) -> Iterator[tuple[int, lis
             if cells:
                 yield number, [_unquoted(cell) for cell in cells] if is_tsv else cells
     except csv.Error as error:
-        raise DataError(
-            f"{path}, line {begin}: the row that ends on line {reader.line_num} is not valid CSV "
-            f'({error}). Write each `"` inside a text as `""`.'
-        ) from error
+        problem = f"the row that ends on line {reader.line_num} is not valid CSV ({error})"
+        remedy = 'Write each `"` inside a text as `""`'
+        raise DataError(f"{path}, line {begin}: {problem}. {remedy}.") from error
     finally:
         csv.field_size_limit(longest)
 
 
 def _unquoted(cell: str) -> str:
     """Removes the quotation marks that spreadsheets put around a cell: `"a ""b"" c"`."""
-    inner = cell[1:-1]
-    is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
-    if is_quoted and '"' not in inner.replace('""', ""):
-        return inner.replace('""', '"')
-    return cell
+    is_quoted = re.fullmatch('"([^"]|"")*"', cell)
+    return cell[1:-1].replace('""', '"') if is_quoted else cell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,6 @@ from train.tasks.batches import DataError
 from train.tasks.files import records, shorten, text_field
 
 MESSAGES, TOOLS = "messages", "tools"
-SYSTEM = "system"  # the role
 
 
 class Conversations:
@@ -43,24 +43,24 @@ class Conversations:
             self._lost.update(conversation.marks.lost())
             for self._change in conversation.marks.changed():
                 self._changes += 1
-            self._with_system += messages[0]["role"] == SYSTEM
+            self._with_system += messages[0]["role"] == "system"
             yield conversation
 
     def notes(self, where: Path) -> list[str]:
         """Returns sentences about fields that are not read, and about system messages."""
         notes = self._fields.notes(where)
         if self._lost:
-            names = sorted(self._lost, key=lambda x: (not fields.is_thought(x), -self._lost[x]))
+            thoughts = re.compile("reason|think|thought|analysis", re.IGNORECASE)
+            names = sorted(self._lost, key=lambda x: (not thoughts.search(x), -self._lost[x]))
             lost = ", ".join(f"{name!r} {self._lost[name]}" for name in names[:12])
             notes.append(f"{where}: fields of messages that the template does not write: {lost}")
         if self._changes:
             pair = " to ".join(shorten(repr(text)) for text in self._change)
             notes.append(f"{where}: the template changes {self._changes} texts of messages: {pair}")
         if self._with_system:
-            notes.append(
-                f"{where}: {self._with_system} of {self._conversations} conversations begin with a "
-                "system message, so prompt the model with one (zenflow-generate --system)"
-            )
+            count = f"{self._with_system} of {self._conversations} conversations"
+            remedy = "so prompt the model with one (zenflow-generate --system)"
+            notes.append(f"{where}: {count} begin with a system message, {remedy}")
         return notes
 
     def _rendered(
@@ -70,42 +70,33 @@ class Conversations:
         for n, message in enumerate(parsed, 1):
             if calls := message.get("tool_calls"):  # OpenAI's arguments are JSON text
                 message["tool_calls"] = [_parsed(f"{where}, message {n}", call) for call in calls]
-        if parsed == messages:
-            return self._template.conversation(messages, tools, skipped)
         # Templates write JSON text as it is, or inside JSON with quotes, or expect an object.
-        conversation = reason = None
-        try:
-            conversation = self._template.conversation(messages, tools, skipped)
-            if conversation.marks.as_given():
-                return conversation
-        except ConversationError as error:
-            reason = str(error)
-        try:
-            return self._template.conversation(parsed, tools, skipped)
-        except ConversationError as error:
-            if conversation is not None:
-                return conversation
-            if reason == str(error):
-                raise
-            raise ConversationError(f"{error}. With `arguments` as text: {reason}") from error
+        quoted, problem = None, ConversationError()
+        for attempt in (messages, parsed):
+            try:
+                conversation = self._template.conversation(attempt, tools, skipped)
+            except ConversationError as error:
+                problem = error
+            else:
+                if conversation.marks.as_given():
+                    return conversation
+                quoted = conversation
+        if quoted is None:
+            raise problem
+        return quoted
 
 
-class _Json:
-    """Makes a template write a parsed value as JSON, or raise an error inside other values."""
+class _Object(dict):
+    """Is printed as JSON."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
 
-    def __repr__(self) -> str:
-        raise TypeError("arguments would be written as Python writes them")
+    __repr__ = __str__
 
 
-class _Object(_Json, dict):
-    pass
-
-
-class _Array(_Json, list):
-    pass
+class _Array(list):
+    __str__ = __repr__ = _Object.__str__
 
 
 def _as_json(value: Any) -> Any:
@@ -125,13 +116,10 @@ def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]],
     if not isinstance(messages, list) or not messages:
         got = shorten(repr(messages))
         raise DataError(f"{where}: {MESSAGES!r} must be a list of messages, but is {got}.")
-    checked, skipped = [], set()
-    for i, message in enumerate(messages):
-        place = f"{where}, message {i + 1}"
-        checked.append(_message(place, message))
-        if not fields.pop_learned(place, checked[-1]):
-            skipped.add(i)
-    return checked, skipped
+    places = [f"{where}, message {n}" for n in range(1, len(messages) + 1)]
+    checked = [*map(_message, places, messages)]
+    learned = [*map(fields.pop_learned, places, checked)]
+    return checked, {i for i, counts in enumerate(learned) if not counts}
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
@@ -146,26 +134,24 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     text_field(where, message, "role", remedy=remedy)
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
-    _expect_objects(where, "tool_calls", message.get("tool_calls", []))
-    for call in message.get("tool_calls", []):
-        if call.get("function", call).get("arguments") == "":
-            call.get("function", call)["arguments"] = "{}"
-    if "tool_calls" in message:
+    else:
+        _expect_objects(where, "tool_calls", message["tool_calls"])
         message.setdefault("content", "")
+        for function in (call.get("function", call) for call in message["tool_calls"]):
+            if function.get("arguments") == "":
+                function["arguments"] = "{}"
     text_field(where, message, "content")
     return message
 
 
 def _expect_objects(where: str, field: str, items: Any) -> None:
     """Raises a `DataError` if tools or calls are not a list of objects with functions."""
-    valid = isinstance(items, list) and all(
+    if not isinstance(items, list) or not all(
         isinstance(item, dict) and isinstance(item.get("function", item), dict) for item in items
-    )
-    if not valid:
-        raise DataError(
-            f"{where}: the field {field!r} must be a list of objects "
-            f'{{"type": "function", "function": {{...}}}}, but is {shorten(repr(items))}.'
-        )
+    ):
+        expected = 'a list of objects {"type": "function", "function": {...}}'
+        got = shorten(repr(items))
+        raise DataError(f"{where}: the field {field!r} must be {expected}, but is {got}.")
 
 
 def _parsed(where: str, call: dict[str, Any]) -> dict[str, Any]:

@@ -90,10 +90,8 @@ def store_tokens(chunks: Iterable[Encoded], tokenizer: Tokenizer) -> Encoded:
                     files[i].write(array.data)
                     files[i].flush()
                 except OSError as error:
-                    raise DataError(
-                        f"the tokens cannot be written to {tempfile.gettempdir()}: {error}. Free "
-                        "disk space, or set TMPDIR to another folder."
-                    ) from error
+                    problem = f"the tokens cannot be written to {tempfile.gettempdir()}: {error}"
+                    raise DataError(f"{problem}. Free disk space, or set TMPDIR.") from error
 
         for tokens, marks, starts, whole, _ in chunks:
             write(tokens, marks, starts[:-1] + total, whole)

@@ -55,19 +55,19 @@ class Examples:
         marks[:size] = self._encoded.marks[start : start + size]
         return tokens, marks, size
 
-    def split(self, data: Path, *, validation_share: float, seed: int) -> list[Examples]:
+    def split(self, data: Path, **options: Any) -> list[Examples]:
         """Returns the training examples and the validation examples of `data`."""
-        if len(self) < 2 and validation_share < 1:
+        if len(self) < 2 and options["validation_share"] < 1:
             raise DataError(f"{data} needs at least two examples, but has {len(self)}.")
         splits = []
-        for chosen in self._drawn(validation_share=validation_share, seed=seed):
+        for chosen in self._drawn(**options):
             splits.append(copy.copy(self))
             splits[-1]._choose(self._rows[chosen])
         return splits
 
-    def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
+    def _drawn(self, **options: Any) -> Sequence[np.ndarray]:
         """Returns the indices of training and validation examples."""
-        return split(np.ones(len(self)), validation_share=validation_share, seed=seed)
+        return split(np.ones(len(self)), **options)
 
     def checksum(self, start: int) -> int:
         """Returns a CRC-32 of tokens, marks, lengths and chosen examples, starting from `start`."""
@@ -75,14 +75,11 @@ class Examples:
 
     def describe_lengths(self) -> str:
         """Returns a line about the lengths of all examples, and how many did not fit."""
-        lengths = self._encoded.whole
+        lengths, kept = self._encoded.whole, self._kept
         median, high = np.percentile(lengths, [50, 95])
-        cut = np.count_nonzero(lengths[self._kept] > self._most)
-        return (
-            f"{len(lengths)} examples: median {median:.0f} tokens, 95th percentile {high:.0f}, "
-            f"longest {lengths.max()}; {cut} were cut to {self._most}, "
-            f"{len(lengths) - len(self._kept)} dropped"
-        )
+        usual = f"median {median:.0f} tokens, 95th percentile {high:.0f}, longest {lengths.max()}"
+        cut = f"{np.count_nonzero(lengths[kept] > self._most)} were cut to {self._most}"
+        return f"{len(lengths)} examples: {usual}; {cut}, {len(lengths) - len(kept)} dropped"
 
 
 class Sentences(Examples):
@@ -103,12 +100,11 @@ class Sentences(Examples):
         label = self._labels[self._rows[i], ...]
         return {"tokens": tokens, "types": types, "mask": mask, "label": label}
 
-    def _drawn(self, *, validation_share: float, seed: int) -> Sequence[np.ndarray]:
+    def _drawn(self, **options: Any) -> Sequence[np.ndarray]:
         """Splits each class separately: a class with two examples has one in each split."""
-        options: Any = {"validation_share": validation_share, "seed": seed}
         labels = self._labels[self._rows]
         counts = np.bincount(labels)
-        if validation_share == 1 or counts.max() < 2:
+        if options["validation_share"] == 1 or counts.max() < 2:
             return super()._drawn(**options)
         class_places = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
         in_training = np.ones(len(labels), bool)
@@ -122,20 +118,24 @@ class Sentences(Examples):
 
 
 def task_of(
-    train: Examples,
-    validation: Examples,
+    splits: Sequence[Examples],
+    data: Path,
     tokenizer: Tokenizer,
     *,
     checksum: int = 0,
     labels: Sequence[str] = (),
     notes: Iterable[str] = (),
+    **options: Any,
 ) -> Task:
-    """Creates the task for these examples; `checksum` covers anything else in the data."""
+    """Creates the task for examples for training and, unless `options` split them, validation.
+
+    `checksum` covers anything else in the data.
+    """
+    train, validation = splits if len(splits) > 1 else splits[0].split(data, **options)
     checksum = validation.checksum(train.checksum(checksum))
     shown = train if len(train) else validation
-    lengths = (
-        f"{train.describe_lengths()}; {len(train)} for training, {len(validation)} for validation"
-    )
+    counts = f"{len(train)} for training, {len(validation)} for validation"
+    lengths = f"{train.describe_lengths()}; {counts}"
     return Task(
         train=train,
         validation=validation,
@@ -156,8 +156,8 @@ def describe_example(
     tokens = example["tokens"]
     if labels:
         tokens = tokens[example["mask"] == 1]
-        label = labels[int(example["label"])]
-        text = f"{_marked(tokens, np.zeros(len(tokens)), tokenizer)} ⟦{label}⟧"
+        text = _marked(tokens, np.zeros(len(tokens)), tokenizer)
+        text += f" ⟦{labels[int(example['label'])]}⟧"
     else:
         # The target of input j is token j + 1. After the last target, there is padding.
         weights = example.get("weights", np.ones(len(tokens) - 1))

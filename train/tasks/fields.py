@@ -1,6 +1,6 @@
-"""Handles fields of records that a task does not read.
+"""Checks the fields that a task does not read.
 
-Fields that control training are obeyed or rejected. Other fields are counted for a note.
+Those that control training are honoured or rejected, the rest are counted for a note.
 docs/finetuning.md has the same table.
 """
 
@@ -15,10 +15,7 @@ from train.huggingface.chat_template import ASSISTANT
 from train.tasks.batches import DataError
 from train.tasks.files import shorten
 
-_PAIRS = (
-    "This is preference data (DPO, KTO), and training on preferences is not supported. Keep "
-    "only the good answers, without this field"
-)
+_PAIRS = "It is for training on preferences (DPO, KTO). Keep only the good answers, without it"
 _MEDIA = "The models read only text. Leave out these examples"
 _PARTS = "An answer is used as a whole or, with its message's `weight` 0, not at all. Use that"
 _KWARGS = "Templates do not receive this field. Remove it, or put it into the messages"
@@ -41,6 +38,7 @@ OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
     ("system", "history"), "Alpaca has no such field. Write conversations, and use --task chat"
 )
 
+_EMPTY = (None, "", [], {})
 # Names are compared in lower case, without `_` and `-`.
 _MEDIUM = re.compile("(input)?(image|audio|video|picture|photo)s?(url|path|data|file|base64)?s?")
 # 1 or true to train on an example or message, 0 or false not to.
@@ -82,7 +80,7 @@ class Fields:
 
     def check(self, where: str, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            if name in self._read or _is_empty(value):
+            if name in self._read or value in _EMPTY:
                 continue
             refuse(where, name, value, self._refused)
             if not _WEIGHT.fullmatch(_fold(name)):
@@ -93,33 +91,30 @@ class Fields:
 
     def notes(self, where: object) -> list[str]:
         """Returns a sentence that lists the 12 most frequent other fields with their counts."""
-        if not self._others:
-            return []
         common = [f"{name!r} {count}" for name, count in self._others.most_common(12)]
         common += ["..."] * (len(self._others) > 12)
-        return [f"{where}: fields that are not read: {', '.join(common)}"]
+        return [f"{where}: fields that are not read: {', '.join(common)}"] if common else []
 
 
 def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
     """Raises a `DataError` with a remedy if a field is in `refused`, or controls training."""
-    folded, got = _fold(name), shorten(repr(value))
+    folded = _fold(name)
     is_class = folded == "label" and not isinstance(value, bool)  # a bool is a verdict (KTO)
-    if not refused or is_class or _is_empty(value):
+    if not refused or is_class or value in _EMPTY:
         return
-    remedy = next((text for key, text in refused.items() if _fold(key) == folded), None)
+    remedy = {_fold(key): text for key, text in refused.items()}.get(folded)
     if _MEDIUM.fullmatch(folded):
         remedy = _MEDIA
     elif _CONTROL.fullmatch(folded) and not _WEIGHT.fullmatch(folded):
         remedy = _PARTS
     if remedy is not None:
+        got = shorten(repr(value))
         raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {remedy}.")
     for inner, part in _nested(value):
         zeros = part if isinstance(part, list) else [part]
         if _CONTROL.fullmatch(_fold(inner)) and any(x in (0, "0") for x in zeros):
-            raise DataError(
-                f"{where}: the field {inner!r} in {name!r} is {shorten(repr(part))}, but is not "
-                "read there. Put it into a message as `weight`, or remove it."
-            )
+            problem = f"{inner!r} in {name!r} is {shorten(repr(part))}, but is not read there"
+            raise DataError(f"{where}: the field {problem}. Remove it, or use `weight`.")
 
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
@@ -131,10 +126,8 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
             got = shorten(repr(value))
             raise DataError(f"{where}: the field {name!r} must be 0 or 1, but is {got}.")
         if value and not is_answer:
-            raise DataError(
-                f"{where}: the field {name!r} is {value!r}, but training uses only "
-                f"messages with the role {ASSISTANT!r}. Remove the field."
-            )
+            problem = f"is {value!r}, but the role is not {ASSISTANT!r}. Remove the field"
+            raise DataError(f"{where}: the field {name!r} {problem}.")
         learned = learned and bool(value)
     return learned
 
@@ -144,16 +137,8 @@ def check_instruction(where: str, record: Mapping[str, Any]) -> None:
     if "instruction" not in record and ("messages" in record or "conversations" in record):
         raise DataError(f"{where}: the record is a conversation. Use --task chat.")
     for old, new in RENAMED.items():
-        if new not in record and not _is_empty(record.get(old)):
+        if new not in record and record.get(old) not in _EMPTY:
             raise DataError(f"{where}: the field {new!r} is missing. Rename {old!r} to {new!r}.")
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | dict) and not value)
-
-
-def is_thought(name: str) -> bool:
-    return bool(re.search("reason|think|thought|analysis", name.lower()))
 
 
 def _fold(name: str) -> str:
@@ -162,8 +147,7 @@ def _fold(name: str) -> str:
 
 def _nested(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the names and values of all fields of objects inside a value."""
-    for name, part in value.items() if isinstance(value, dict) else ():
-        yield name, part
     if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield str(name), part
             yield from _nested(part)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,6 @@ _SPLITS = {
 _LISTS = ("data", "rows", "examples", "instances", "records")
 # The beginning of names that are not data: hidden files, and those that `datasets` adds or ignores.
 _NO_DATA = (".", "config.json", "dataset_dict", "dataset_info")
-
-Example = TypeVar("Example")
 
 
 class Files(NamedTuple):
@@ -52,10 +50,8 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     present = sorted(path.name for path in data.iterdir())
     names = [x for x in present if x.lower().endswith(suffixes) and not x.startswith(_NO_DATA)]
     if "dataset_dict.json" in present or any(name.endswith(".arrow") for name in present):
-        raise DataError(
-            f"{data} has Arrow files, as `save_to_disk` writes, which are not read. Write each "
-            "split as Parquet: datasets.load_from_disk(...).to_parquet('train.parquet')."
-        )
+        remedy = "datasets.load_from_disk(...).to_parquet('train.parquet')"
+        raise DataError(f"{data} has Arrow files of `save_to_disk`. Write Parquet: {remedy}.")
     splits: dict[str | None, list[str]] = {None: [], "train": [], "validation": [], "test": []}
     for name in names:
         if not (data / name).is_file():
@@ -109,24 +105,27 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the JSON objects in a table or in a file, each with its location.
+    """Yields at least one JSON object in a table or in a file, each with its location.
 
     A file contains an object per line, objects of several lines, or a list of objects. The list may
     be in an object's field with a usual name, such as `data` or `train`.
     """
-    if tables.is_table(path):
-        yield from tables.rows(path)
-        return
+    found = tables.rows(path) if tables.is_table(path) else _objects(path)
+    if (first := next(found, None)) is None:
+        raise DataError(f"{path}: the file has no examples.")
+    yield first
+    yield from found
+
+
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     values = _values(path)
     head = list(itertools.islice(values, 2))
     if len(head) == 1:
         value = head[0][1]
-        named = [
-            name
-            for name, part in (value.items() if isinstance(value, dict) else ())
-            if isinstance(part, list) and all(isinstance(x, dict) for x in part[:1])
-            if name in _LISTS or _split_of(name)
-        ]
+        fields = value if isinstance(value, dict) else {}
+        lists = (name for name, part in fields.items() if isinstance(part, list))
+        named = [x for x in lists if all(isinstance(item, dict) for item in fields[x][:1])]
+        named = [name for name in named if name in _LISTS or _split_of(name)]
         if len(named) > 1:
             listed = ", ".join(map(repr, named))
             raise DataError(f"{path} contains the lists {listed}. Write each to a file of its own.")
@@ -165,19 +164,6 @@ def common_path(paths: Sequence[Path]) -> Path:
     return paths[0] if len(paths) == 1 else paths[0].parent
 
 
-def expect_examples(
-    paths: list[Path], read: Callable[[Path], Iterator[Example]]
-) -> Iterator[Example]:
-    """Yields the results of `read` for each file; raises `DataError` if a file has none."""
-    for path in paths:
-        empty = True
-        for example in read(path):
-            yield example
-            empty = False
-        if empty:
-            raise DataError(f"{path}: the file has no examples.")
-
-
 def text_field(
     where: str, record: dict[str, Any], field: str, *, remedy: str = "Rename the field"
 ) -> str:
@@ -185,13 +171,10 @@ def text_field(
     if field not in record:
         names = shorten(", ".join(map(repr, record))) or "none"
         raise DataError(f"{where}: the field {field!r} is missing (fields: {names}). {remedy}.")
-    text = record[field]
-    if not isinstance(text, str):
-        raise DataError(
-            f"{where}: the field {field!r} must be text, but is "
-            f"{shorten(json.dumps(text, default=repr))}."
-        )
-    return text
+    if not isinstance(record[field], str):
+        got = shorten(json.dumps(record[field], default=repr))
+        raise DataError(f"{where}: the field {field!r} must be text, but is {got}.")
+    return record[field]
 
 
 def split(

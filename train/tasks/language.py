@@ -1,11 +1,9 @@
 """Trains on the next token of any text: text files, JSONL, or tables with a text field.
 
-A document is a text file, a line of JSONL, or a row of a table. Its tokens are followed by an end
-token, and preceded by a begin token if the model was trained with one. All documents in a split are
-joined and cut into windows of T + 1 tokens that overlap by one: every token is predicted once per
-epoch. Documents in a window do not attend to each other unless they are `joined`; the first token
-of a document is not a target. If no set of documents matches the validation share, the end of the
-longest document is used for validation.
+A document is a text file, a line of JSONL, or a row of a table, between a begin token, if the model
+was trained with one, and an end token. All documents in a split are joined and cut into windows of
+T + 1 tokens that overlap by one: every token is predicted once per epoch. Documents in a window do
+not attend to each other unless they are `joined`; the first token of a document is not a target.
 
 A long document is tokenized in pieces, cut after a newline or else before a space, because a
 tokenizer takes several hundred bytes of memory per token.
@@ -28,8 +26,7 @@ from train.tasks.examples import describe_example
 from train.tasks.fields import Fields
 from train.tasks.files import common_path, find_files, lines, records, split, text_field
 
-# Four pieces per chunk, for four cores. With pieces of 2**20 characters, 20 MB of text took 430 MB
-# of memory instead of 150 MB, in addition to the tokens, and the same time.
+# With pieces of 2**20 characters, 20 MB of text took 430 MB of memory instead of 150 MB.
 PIECE_CHARACTERS = CHUNK_CHARACTERS // 4
 SUFFIXES = (".txt", ".jsonl", tables.SUFFIX)
 
@@ -59,8 +56,7 @@ def make(
         if count <= sequence_length and (part, validation_share) != ("train", 1):
             raise DataError(
                 f"the {part} part of {data} has {count} tokens, too few for a window of "
-                f"{sequence_length} + 1. Provide more text, a shorter `sequence_length` or another "
-                "`validation_share`."
+                f"{sequence_length} + 1. Change `sequence_length` or `validation_share`."
             )
         checksum = zlib.crc32(lengths, zlib.crc32(begins, checksum))
     windows, validation = (Windows(x, sequence_length, joined=joined) for x in splits)
@@ -105,12 +101,8 @@ class Windows:
             return {"tokens": tokens}
         # A document's positions start at its first token in the window.
         positions = np.arange(t) - np.searchsorted(documents, documents[:t])
-        weights = np.diff(documents) == 0  # the target of input j is token j + 1
-        return {
-            "tokens": tokens,
-            "positions": positions.astype(np.int32),
-            "weights": weights.astype(np.uint8),
-        }
+        weights = (np.diff(documents) == 0).astype(np.uint8)  # the target of input j is token j + 1
+        return {"tokens": tokens, "positions": positions.astype(np.int32), "weights": weights}
 
 
 def as_one(tokens: np.ndarray) -> Documents:
@@ -191,11 +183,8 @@ def _cut(parts: Iterable[str]) -> Iterator[str]:
         start = 0
         while len(text) - start > PIECE_CHARACTERS:
             stop = start + PIECE_CHARACTERS
-            stop = (
-                text.rfind("\n", start, stop) + 1
-                or max(text.rfind(" ", start + 1, stop), 0)
-                or stop
-            )
+            space = max(text.rfind(" ", start + 1, stop), 0)
+            stop = text.rfind("\n", start, stop) + 1 or space or stop
             yield text[start:stop]
             start = stop
         text = text[start:]

@@ -18,7 +18,6 @@ from train.tasks.batches import DataError
 from train.tasks.language import Windows, as_one
 
 VOCABULARY = 256  # the values of a byte
-
 FILE_START = b"\0"  # occurs in no source file
 
 # Folders with installed packages, parts that many distributions omit, and data tables in code.
@@ -44,8 +43,7 @@ def source_files(root: Path) -> list[Path]:
     """Returns the Python source files below `root`, as sorted relative paths."""
     paths = []
     for folder, subfolders, names in os.walk(root):
-        # Changed in place, so that the walk does not enter these folders: site-packages can be
-        # huge.
+        # Changed in place, so that the walk does not enter these folders.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     return sorted(paths, key=Path.as_posix)
@@ -62,8 +60,10 @@ def split_files(
     shuffled, ends = shuffled[:taken], ends[:taken]
     border = int(np.searchsorted(ends, validation_share * ends[-1])) + 1
     border = min(border, len(shuffled) - 1)
-    splits = shuffled[border:], shuffled[:border]
-    return sorted(splits[0], key=Path.as_posix), sorted(splits[1], key=Path.as_posix)
+    train, validation = (
+        sorted(x, key=Path.as_posix) for x in (shuffled[border:], shuffled[:border])
+    )
+    return train, validation
 
 
 def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
@@ -71,8 +71,6 @@ def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
     joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:
-        raise DataError(
-            f"{len(text)} bytes of text are too few for {sequence_length}-byte windows. Raise "
-            "`corpus_megabytes`."
-        )
+        problem = f"{len(text)} bytes of text are too few for {sequence_length}-byte windows"
+        raise DataError(f"{problem}. Raise `corpus_megabytes`.")
     return Windows(as_one(text), sequence_length)

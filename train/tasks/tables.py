@@ -26,18 +26,17 @@ def is_table(path: Path) -> bool:
 
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the rows of a table, each with its location: path and number, from 1."""
-    number = 0
     with _opened(path) as table:
-        for batch in table.iter_batches(batch_size=ROWS):
-            for cells in zip(*batch.columns, strict=True):
-                number += 1
-                row, where = {}, f"{path}, row {number}"
-                for name, cell in zip(batch.schema.names, cells, strict=True):
-                    try:
-                        row[name] = _without_nulls(cell.as_py())
-                    except ValueError as error:  # such as text that is not UTF-8
-                        raise DataError(f"{where}, column {name!r}: {error}.") from error
-                yield where, row
+        batches = table.iter_batches(batch_size=ROWS)
+        every = (cells for batch in batches for cells in zip(*batch.columns, strict=True))
+        for number, cells in enumerate(every, 1):
+            row, where = {}, f"{path}, row {number}"
+            for name, cell in zip(table.schema_arrow.names, cells, strict=True):
+                try:
+                    row[name] = _without_nulls(cell.as_py())
+                except ValueError as error:  # such as text that is not UTF-8
+                    raise DataError(f"{where}, column {name!r}: {error}.") from error
+            yield where, row
 
 
 def _without_nulls(value: Any) -> Any:
@@ -67,10 +66,8 @@ def _opened(path: Path) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(
-            f"reading {path.name} needs pyarrow, which is not installed ({error}). Install it: pip "
-            "install pyarrow"
-        ) from error
+        problem = f"reading {path.name} needs pyarrow, which is not installed ({error})"
+        raise DataError(f"{problem}. Install it: pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             yield table

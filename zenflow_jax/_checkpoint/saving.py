@@ -117,7 +117,6 @@ class Saver:
             shares=progress.shares,
             fingerprints=fingerprints,
             counted=[window.counted for window in host.open],
-            scalars=host.scalars,
             windows=host.windows,
             skipped=self._worker.stats.skipped_steps,
         )
@@ -308,8 +307,8 @@ class EngineStream:
         if window.sums is not None:
             for x, whole in zip(sums, window.sums.flat, strict=True):
                 np.copyto(x, whole[begin:end])
-        mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.kept]
-        self.adam.accumulate(sums, mails, first=window.sums is None)
+        kept = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.kept]
+        self.adam.accumulate(sums, kept, first=window.sums is None)
         return sums
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:

@@ -21,7 +21,6 @@ from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import NONE, Counts
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import AutoSelect, AutoWindow
-from zenflow_jax._spec.scalars import no_scalars
 from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
 
 #: The sums of an open window's gradients and of their squares.
@@ -92,7 +91,6 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         pending=[NONE for _ in none],
         shares=np.full(len(none), np.nan, np.float32),
         fingerprints=np.zeros(len(state.leaves), np.uint32),
-        scalars=no_scalars([leaf.spec for leaf in state.leaves]),
     )
     like = small_sharding(state)
     small = jax.tree.map(
@@ -124,7 +122,6 @@ def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
         "window_lengths": np.array(lengths, np.int32),
         "shares": np.array(counts.shares, np.float32),
         "fingerprints": counts.fingerprints,
-        "scalars": counts.scalars,
         "schedule_state": {
             name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
             for name, x in counts.schedule_state._asdict().items()
@@ -142,7 +139,6 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
         window_lengths={i: n for i, n in lengths if n},
         shares=np.asarray(tree["shares"]),
         fingerprints=np.asarray(tree["fingerprints"]),
-        scalars=np.asarray(tree["scalars"]),
         schedule_state=ScheduleState(**schedule_state),
     )
 

@@ -117,7 +117,7 @@ class Recorder:
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._seconds: dict[tuple[Row, str, int], float] = {}  # by thread
         self._work: Span | None = None  # the worker's open span; None while it waits for work
-        self._arrived: dict[int, float] = {}  # arrival times of mails not yet taken in
+        self._arrived: dict[int, float] = {}  # arrival times of mail not yet taken in
         self._step_end = 0.0  # when the last step ended
         self._returned = time.perf_counter()
         self._waits: list[tuple[str, float, float]] = []  # in the current call

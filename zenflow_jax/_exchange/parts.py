@@ -22,7 +22,6 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
 from zenflow_jax._spec.groups import group_specs
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.scalars import no_scalars
 
 _T = TypeVar("_T")
 
@@ -215,7 +214,7 @@ def new_host_state(
 ) -> HostState:
     """Makes the host's arrays from the parameters of the offloaded leaves."""
     parts, states = offloaded.parts, offloaded.pick(state.leaves)
-    host = HostState(
+    return HostState(
         [part.spec for part in parts],
         # A generator, because apart from the masters there is room for a copy of only one part.
         (host_part(weights[part.leaf], part) for part in parts),
@@ -225,8 +224,6 @@ def new_host_state(
         offloaded.pieces,
         compact=compact,
     )
-    host.scalars = no_scalars([leaf.spec for leaf in state.leaves])
-    return host
 
 
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:

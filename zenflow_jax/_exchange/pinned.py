@@ -20,7 +20,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients, UnfitRunError
 from zenflow_jax._spec.schedule import Schedule
 
-#: The maximum number of unread mails, which limits how far Python runs ahead of the device.
+#: The maximum number of steps with unread mail, which limits how far Python runs ahead of the device.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
 #: The environment variable with the limit of a GPU's pinned memory in GiB, and XLA's default.
@@ -32,7 +32,7 @@ _GPUS = ("gpu", "cuda", "rocm")
 
 
 def buffers(state: ZenFlowState) -> float:
-    """Returns the maximum number of mails in host memory at once, including fractions."""
+    """Returns the maximum number of steps whose mail is in host memory at once, including fractions."""
     specs, shares = _offloaded(state)
     written, placeholders = int(state.send_gradients.in_step), 0.0
     if written:  # the state's placeholder mail has full size
@@ -51,11 +51,11 @@ def buffers(state: ZenFlowState) -> float:
 
 
 def most_kept(state: ZenFlowState) -> float:
-    """Returns the maximum number of mails that a host would keep if it did not sum any."""
+    """Returns the maximum number of steps whose mail a host would keep if it did not sum any."""
     specs, shares = _offloaded(state)
     window, staleness = state.schedule.longest_window, state.schedule.staleness
     if state.schedule.groups == 1:
-        # One window's mails, and the mails of the steps until its update has arrived.
+        # One window's mail, and the mail of the steps until its update has arrived.
         return float(window + (window if staleness is None else staleness))
     ages = range(1, window + 1)
     # The last range of a leaf frees the leaf's mail.
@@ -99,8 +99,8 @@ def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None
         # Float32 masters and moments.
         selected[part.devices[0]] += 3 * 4 * math.prod(part.spec.selected_shape)
     for device in {device for part in offloaded.parts for device in part.devices}:
-        mails = mail[device] * buffers(state)
-        check_pinned({"mail": mails, "hand-overs": selected[device]}, device.platform)
+        held = mail[device] * buffers(state)
+        check_pinned({"mail": held, "hand-overs": selected[device]}, device.platform)
 
 
 def check_pinned(needs: Mapping[str, int | float], platform: str) -> None:

@@ -42,7 +42,6 @@ class Counts:
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
     fingerprints: np.ndarray  # uint32, one for each leaf (`resume.py`); 0 before the first step
-    scalars: np.ndarray  # float32 (rates, 7): the last step's AdamScalars, for a flush
     step: int = 0
     windows: int = 0  # closed so far
     token: int = 0  # for the next step
@@ -67,6 +66,8 @@ class Progress:
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
         self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
+        # Whether only updates bring deferred gradients into the parameters.
+        self.by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
         # Unread statistics: of the last step, if its window is open, and of the last boundaries.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
@@ -151,10 +152,11 @@ class Lifecycle:
         self.interrupted = False  # whether a call ended between parameters, state and host
         self.told = False  # whether the end was reported; only once
         self._moment = 0
+        self._flushed: int | None = None  # the moment that the last `flush` began
         self._saves: list[tuple[int, Future]] = []  # of this moment, and earlier ones
 
     @contextlib.contextmanager
-    def change(self) -> Iterator[None]:
+    def change(self, *, flushes: bool = False) -> Iterator[None]:
         """Begins a new moment if the block completes; otherwise, the run has ended.
 
         The block includes the caller's `return`, because results that do not arrive are lost.
@@ -162,6 +164,8 @@ class Lifecycle:
         self.interrupted = True
         yield
         self._moment += 1
+        if flushes:
+            self._flushed = self._moment
         self.interrupted = False
 
     def saves(self, written: Future) -> None:
@@ -170,10 +174,10 @@ class Lifecycle:
 
     @property
     def lost(self) -> str | None:
-        """Describes a loss of updates; None if every gradient is in the parameters."""
+        """Describes a loss of updates; None if the last call was a completed `flush`."""
         if self.interrupted:
             return INTERRUPTED
-        return _UPDATES_LOST if self._pending or any(self._progress.open_steps) else None
+        return _UPDATES_LOST if self._pending and self._flushed != self._moment else None
 
     def warn(self, error: BaseException | None = None) -> None:
         """Logs the loss once, unless the training ends with `error` or an exception in progress."""
@@ -183,3 +187,11 @@ class Lifecycle:
             return
         if self.lost:
             _logger.warning(self.lost)
+        open_steps = max(self._progress.open_steps, default=0)
+        if open_steps and self._progress.by_updates_alone:
+            _logger.warning(
+                f"The parameters lack the gradients of up to {open_steps} steps, because the "
+                "engine was closed with open windows, and `provisional_share=None` disables "
+                "provisional steps. End the run where all windows close: with `rolling=False`, "
+                "after a multiple of `update_interval` steps."
+            )

@@ -74,7 +74,6 @@ class Worker:
     def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
         """Resumes a saved run; see `HostState.resume`."""
         self.host.resume(arrays, counts.counted, closed=counts.windows)
-        self.host.scalars = counts.scalars
         self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
     def post(self, item: Mail | Close) -> None:
@@ -222,12 +221,12 @@ class Worker:
         sent = StepScalars(*map(view, step_scalars)).unpack()
         step, factor = int(sent.step), float(sent.factor)
         mail.check(step, int(sent.token))
-        self.host.scalars = np.array(sent.adam, np.float32)
-        for scalars in self.host.scalars.tolist():
+        self.host.scalars = [AdamScalars(*map(float, scalars)) for scalars in sent.adam]
+        for scalars in self.host.scalars:
             if not np.isfinite(scalars).all():
                 raise ValueError(
-                    f"A hyperparameter is not finite at step {step}: {AdamScalars(*scalars)}. "
-                    "Check the learning rate schedule, and other computed hyperparameters."
+                    f"A hyperparameter is not finite at step {step}: {scalars}. Check the learning "
+                    "rate schedule, and other computed hyperparameters."
                 )
         read = nbytes((gradients, step_scalars))
         if sent.finite:

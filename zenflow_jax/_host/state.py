@@ -17,11 +17,11 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, Sums
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.scalars import AdamScalars, WindowStep, no_scalars, window_step
+from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
 from zenflow_jax._spec.schedule import Schedule
 
-#: The maximum number of mails to keep. An update frees the closed window's mails leaf by leaf while
-#: the next window's mails arrive, so windows of four steps need no sums if the update keeps up.
+#: The maximum number of steps whose mail is kept. An update frees the closed window's mail leaf by
+#: leaf while the next window's arrives, so windows of four steps need no sums if the update keeps up.
 MAILS_KEPT = 5
 
 
@@ -98,14 +98,14 @@ class HostLeaf:
         self.open.kept.append((gradient.reshape(self.master.shape), factor))
 
     def alias(self) -> "HostLeaf":
-        """Returns the leaf in the same memory; mails added later are not included."""
+        """Returns the leaf in the same memory; mail added later is not included."""
         window = dataclasses.replace(self.open, kept=list(self.open.kept))
         return dataclasses.replace(self, open=window, spare=None)
 
     def copy(self, adam: HostAdam) -> "HostLeaf":
         """Copies an alias, except channels, which are never overwritten.
 
-        `adam` sums the mails. Neither copy nor alias keeps them: pinned memory is scarce.
+        `adam` sums the mail. Neither copy nor alias keeps it: pinned memory is scarce.
         """
         sums, first = self.open.sums, self.open.sums is None
         sums = self.new_sums() if sums is None else Sums(*map(copied, sums))
@@ -202,7 +202,7 @@ class HostState:
         self._closed: list[ClosedWindow] = []  # windows waiting for their updates
         self._overflowed = False  # whether gradients ever exceeded the limit, so sums are reused
         # A window uses its last step's hyperparameters, even if that step was skipped.
-        self.scalars = no_scalars(())  # for each learning rate
+        self.scalars: Sequence[AdamScalars] = ()  # for each learning rate
         self.before_write: Callable[[int], None] = lambda i: None
 
     @property
@@ -212,7 +212,7 @@ class HostState:
 
     @property
     def pinned_bytes(self) -> int:
-        """Returns the bytes of kept mails, the only arrays in memory that jax has pinned."""
+        """Returns the bytes of kept mail, the only arrays in memory that jax has pinned."""
         kept = [len(leaf.open.kept) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
@@ -278,9 +278,9 @@ class HostState:
                     self._add_up(i, leaf.open)
 
     def _add_up(self, i: int, gradients: WindowGradients, end: int | None = None) -> Sums:
-        """Adds a window's mails of leaf `i`, up to `end`, to its sums."""
+        """Adds a window's mail of leaf `i`, up to `end`, to its sums."""
         leaf, sums = self.leaves[i], gradients.sums
-        self.before_write(i)  # a save must not keep mails that are freed here
+        self.before_write(i)  # a save must not keep mail that is freed here
         if sums is None:
             sums, leaf.spare = leaf.spare or leaf.new_sums(), None
         if gradients.kept:
@@ -291,14 +291,15 @@ class HostState:
 
     def close_window(self, group: int) -> ClosedWindow:
         """Ends a group's open window."""
+        assert self.scalars, "no mail has arrived"
         self.windows += 1
         window = self.open[group]
         counted = window.counted
-        leaves, scalars = {i: self.leaves[i] for i in window.leaves}, self.scalars.tolist()
+        leaves = {i: self.leaves[i] for i in window.leaves}
         closed = ClosedWindow(
             number=self.windows,
             counted=counted,
-            steps=[window_step(AdamScalars(*x), max(counted, 1), self._scaled) for x in scalars],
+            steps=[window_step(x, max(counted, 1), self._scaled) for x in self.scalars],
             leaves=window.leaves,
             gradients={i: x.open for i, x in leaves.items() if counted},
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},

@@ -36,12 +36,6 @@ class AdamScalars(NamedTuple):
 _SHARED = len(AdamScalars._fields) - 1
 
 
-def no_scalars(specs: Sequence[LeafSpec]) -> np.ndarray:
-    """Returns zeros for the AdamScalars of each learning rate, float32 (rates, 7)."""
-    rates = 1 + max((spec.rate for spec in specs), default=0)
-    return np.zeros((rates, len(AdamScalars._fields)), np.float32)
-
-
 class WindowStep(NamedTuple):
     """The hyperparameters of the single update that deferred channels get for a window."""
 
@@ -52,7 +46,7 @@ class WindowStep(NamedTuple):
     b2: Any
 
 
-def window_step(scalars: AdamScalars, counted: int, scaled: bool | None) -> WindowStep:
+def window_step(scalars: AdamScalars, counted: int, scaled: bool) -> WindowStep:
     """Returns the update of a window with `counted` gradients: as many steps, or one.
 
     If `scaled`, all these steps have the same moments, from the means of gradients and squares.

@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._spec.leaf import DTYPES
+from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.layerwise._optimizer import (
     Control,
     Parts,
@@ -111,8 +112,11 @@ class BlockMaker:
         self._number = 0  # trained leaves so far
         self._checked: set[Any] = set()
 
-    def make(self, name: str, tree: Any, *, trains: bool) -> Block:
-        """Makes a block from the user's tree or, if it trains, from the saved state."""
+    def make(self, name: str, tree: Any, *, trains: bool) -> tuple[Block, Callable[[], None]]:
+        """Returns a block without arrays, and a function that makes them.
+
+        They come from the user's tree or, if the block trains, from the saved state.
+        """
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
         paths, given = [leaf_name(name, path) for path, _ in pairs], [x for _, x in pairs]
         weights = [_shape_of(path, x) for path, x in zip(paths, given, strict=True)]
@@ -129,18 +133,21 @@ class BlockMaker:
             ]
         bundles = [*self._bundles(treedef, shapes)]
         block = Block(name, treedef, trains, names, shapes, bundles if trains else (), [*shapes])
-        for bundle in bundles:
-            if trains and self._saved is not None:
-                path_names = [paths[i] for i in bundle.places]
-                arrays = self._saved.read(int(bundle.number), path_names, bundle.shapes)
-            else:
-                program = self._updater.init(treedef, bundle.places, bundle.shapes)
-                arrays = program([_on_device(paths[i], given[i]) for i in bundle.places])
-            # The user may reuse NumPy's memory, and the device holds one bundle at a time.
-            arrays = large_moved(arrays, bundle.large, HOST)
-            block.replace(bundle, jax.block_until_ready(arrays))
         self._number += trains * len(paths)
-        return block
+
+        def fill() -> None:
+            for bundle in bundles:
+                chosen = [paths[i] for i in bundle.places]
+                if trains and self._saved is not None:
+                    arrays = self._saved.read(int(bundle.number), chosen, bundle.shapes)
+                else:
+                    program = self._updater.init(treedef, bundle.places, bundle.shapes)
+                    arrays = program([_on_device(paths[i], given[i]) for i in bundle.places])
+                # The user may reuse NumPy's memory, and the device holds one bundle at a time.
+                arrays = large_moved(arrays, bundle.large, HOST)
+                block.replace(bundle, jax.block_until_ready(arrays))
+
+        return block, fill
 
     def _bundles(self, treedef: Any, shapes: Sequence[Parts]) -> Iterator[Bundle]:
         sizes = [sum(map(bytes_here, flat([leaf]))) for leaf in shapes]
@@ -171,18 +178,41 @@ def make_blocks(
         raise TypeError('`params["layers"]` is a mapping. Pass a list with one tree per layer.')
     if isinstance(frozen, str):
         raise TypeError(f"`frozen` is a string. Pass a list, such as [{frozen!r}].")
-    made = [maker.make("outer", params["outer"], trains="outer" not in frozen)]
+    made: list[Block] = []
+    unfit: UnfitRunError | None = None
+    pinned, gradients = Counter[Any](), Counter[Any]()
     numbers: Iterable[int] = getattr(params["layers"], "numbers", itertools.count())
-    for i, (number, tree) in enumerate(zip(numbers, params["layers"], strict=False)):
-        made.append(maker.make(f"layers.{number}", tree, trains=i not in frozen))
-        # Checked after every layer, so that this error is raised before jax's own error.
-        _check_pinned(made, at_once=at_once)
+    layers = enumerate(zip(numbers, params["layers"], strict=False))
+    named = ((i, f"layers.{number}", tree) for i, (number, tree) in layers)
+    for key, name, tree in itertools.chain([("outer", "outer", params["outer"])], named):
+        block, fill = maker.make(name, tree, trains=key not in frozen)
+        made.append(block)
+        pinned.update(bytes_at_rest([block]))
+        if block.trains and not at_once:
+            gradients.update(_bytes_by_device([x.weight for x in block.shapes]))
+        # Once memory is too small, the other blocks are only counted, for the error.
+        unfit = unfit or _unfit(pinned, gradients)
+        if unfit is None:
+            fill()
+    if unfit is not None:
+        raise _unfit(pinned, gradients) or unfit
     if len(made) == 1:
         raise ValueError(
             '`params["layers"]` has no layers. Pass at least one; an iterator works only once.'
         )
     check_names(frozen, len(made) - 1)
     return made
+
+
+def _unfit(pinned: Counter[Any], gradients: Counter[Any]) -> UnfitRunError | None:
+    """Returns an error if one device needs more pinned memory than jax has for it."""
+    for device, size in pinned.items():
+        needs = {"weights and state": size, "gradients": gradients[device]}
+        try:
+            check_pinned({name: x for name, x in needs.items() if x}, device.platform)
+        except UnfitRunError as error:
+            return error
+    return None
 
 
 def check_names(names: Collection[int | str], layers: int) -> None:
@@ -195,20 +225,14 @@ def check_names(names: Collection[int | str], layers: int) -> None:
 
 def bytes_at_rest(blocks: Sequence[Block]) -> Counter[Any]:
     """Returns the bytes in pinned host memory between steps, for each of this process's devices."""
+    return _bytes_by_device([x for block in blocks for x in flat(block.shapes)])
+
+
+def _bytes_by_device(shapes: Sequence[Any]) -> Counter[Any]:
     sizes = Counter[Any]()
-    for x in (x for block in blocks for x in flat(block.shapes) if is_large(x)):
+    for x in filter(is_large, shapes):
         sizes.update(dict.fromkeys(x.sharding.addressable_devices, bytes_here(x)))
     return sizes
-
-
-def _check_pinned(blocks: Sequence[Block], *, at_once: bool) -> None:
-    """Rejects arrays that exceed a GPU's pinned-memory limit."""
-    gradients = Counter[Any]()
-    for x in (leaf.weight for block in blocks if block.trains for leaf in block.shapes):
-        gradients.update(dict.fromkeys(x.sharding.addressable_devices, bytes_here(x)))
-    for device, size in bytes_at_rest(blocks).items():
-        needs = {"weights and state": size} | ({} if at_once else {"gradients": gradients[device]})
-        check_pinned(needs, device.platform)
 
 
 def _large_bytes(shapes: Sequence[Any]) -> int:

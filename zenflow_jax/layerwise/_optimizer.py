@@ -80,6 +80,11 @@ class Updater:
         pairs, _ = jax.tree_util.tree_flatten_with_path(self._state(treedef, place, leaf))
         return [jax.tree_util.keystr(path) for path, _ in pairs]
 
+    def state_of(self, treedef: Any, place: int, leaf: Parts) -> Any:
+        """Returns a leaf's optimizer state as the optimizer's tree."""
+        structure = jax.tree.structure(self._state(treedef, place, leaf.weight))
+        return structure.unflatten(leaf.others[-structure.num_leaves or len(leaf.others) :])
+
     def _state(self, treedef: Any, place: int, leaf: Any) -> Any:
         """Returns the shapes of a leaf's optimizer state, as the optimizer's tree."""
         key = treedef, place, leaf.shape
@@ -158,8 +163,7 @@ class Updater:
 
     def _updated(self, treedef: Any, place: int, leaf: Parts, gradient: Any, factor: Any) -> Parts:
         params = alone(treedef, place, _master(leaf))
-        structure = jax.tree.structure(self._state(treedef, place, leaf.weight))
-        state = structure.unflatten(leaf.others[-structure.num_leaves or len(leaf.others) :])
+        state = self.state_of(treedef, place, leaf)
         g = alone(treedef, place, gradient.astype(jnp.float32) * factor)
         change, state = self._optimizer.update(g, state, params)
         (master,) = jax.tree.leaves(optax.apply_updates(params, change))

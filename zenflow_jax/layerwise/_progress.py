@@ -57,6 +57,7 @@ class Judge:
 
         @jit
         def begin(loss: Any) -> tuple[Control, SoFar]:
+            """Returns a step's first control, for updates during the backward pass."""
             control = Control(jnp.float32(1), jnp.isfinite(loss), jnp.int32(0))
             return control, SoFar(jnp.float32(0), jnp.float32(0))
 
@@ -64,6 +65,7 @@ class Judge:
         def project(
             control: Control, so_far: SoFar, shares: Any, squares: Any, block: Any
         ) -> tuple[Control, SoFar]:
+            """Returns a block's control, from the squares so far over their earlier share."""
             so_far = SoFar(so_far.squares + squares, so_far.share + shares[block])
             is_first = control.counts & ~jnp.isfinite(squares) & (control.report == 0)
             report = jnp.where(is_first, -1 - block, control.report)
@@ -72,6 +74,7 @@ class Judge:
 
         @jit
         def decide(all_squares: Sequence[Any]) -> Control:
+            """Returns the exact control, for updates after the backward pass."""
             total = sum(all_squares, jnp.float32(0))
             return Control(factor_of(total), jnp.isfinite(total), jnp.int32(0))
 
@@ -79,6 +82,7 @@ class Judge:
         def conclude(
             progress: Progress, control: Control, squares: Mapping[int, Any]
         ) -> tuple[Progress, Any]:
+            """Ends a step; the verdict is (skipped, skipped in a row, report)."""
             counts = control.counts.astype(jnp.int32)
             in_a_row = (progress.in_a_row + 1) * (1 - counts)
             shares = progress.shares
@@ -94,12 +98,4 @@ class Judge:
             new_progress = Progress(progress.counted + counts, skipped, in_a_row, shares)
             return new_progress, jnp.stack([skipped, in_a_row, control.report])
 
-        #: For updates during the backward pass: (loss) -> the step's first control.
-        self.begin = begin
-        #: The control for a block's updates, from the squared norm that is projected from the
-        #: blocks so far: their sum divided by the share that they had in earlier steps.
-        self.project = project
-        #: For updates after the backward pass: the exact control, from all blocks' squares.
-        self.decide = decide
-        #: Ends a step: new progress, and a verdict (skipped, skipped in a row, report).
-        self.conclude = conclude
+        self.begin, self.project, self.decide, self.conclude = begin, project, decide, conclude

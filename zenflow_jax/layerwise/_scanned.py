@@ -59,7 +59,7 @@ class ScannedModel:
         >>> batch = jnp.ones((4, 8))
         >>> model = layerwise.ScannedModel(loss_fn, params, batch)
         >>> with layerwise.Trainer(
-        ...     model.split(params), **model.functions, optimizer=optax.adamw(1e-3)
+        ...     model.split(params), **model.functions, optimizer=optax.sgd(1e-3)
         ... ) as trainer:
         ...     losses = [float(trainer.step(batch)) for _ in range(5)]
         ...     params = model.join(trainer.params())

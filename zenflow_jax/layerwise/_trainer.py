@@ -15,6 +15,7 @@ from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._spec.arguments import check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax.layerwise._blocks import (
+    Block,
     BlockMaker,
     bytes_at_rest,
     check_names,
@@ -100,7 +101,7 @@ class Trainer:
         ...     first=lambda outer, batch: (batch["x"], None),
         ...     layer=lambda w, x, _: x + jnp.tanh(x @ w),
         ...     last=lambda outer, x, batch: jnp.mean((x @ outer["head"] - batch["y"]) ** 2),
-        ...     optimizer=optax.adamw(1e-2),
+        ...     optimizer=optax.sgd(1e-2),
         ... )
         >>> batch = {"x": jnp.ones((2, 8)), "y": jnp.zeros((2, 3))}
         >>> with trainer:
@@ -272,9 +273,7 @@ class Trainer:
 
         Returns a tree of float32 arrays in pinned host memory, or frozen weights as they are.
         """
-        check_names({name}, len(self._blocks) - 1)
-        self.wait()
-        block = self._blocks[0 if name == "outer" else int(name) + 1]
+        block = self._block(name)
         if not block.trains:
             return block.treedef.unflatten(block.weights())
         masters = []
@@ -283,6 +282,21 @@ class Trainer:
             made = self._updater.masters(bundle.shapes)(arrays)
             masters += jax.block_until_ready(moved(made, HOST))
         return block.treedef.unflatten(masters)
+
+    def optimizer_states(self, name: int | str) -> list[Any]:
+        """Returns the optimizer's state of each leaf in a layer, named as in `master_params`.
+
+        Each is for the layer's tree with None in place of all other leaves. The arrays never
+        change; large ones are in pinned host memory. Frozen layers have none.
+        """
+        block = self._block(name)
+        leaves = enumerate(block.leaves if block.trains else ())
+        return [self._updater.state_of(block.treedef, i, leaf) for i, leaf in leaves]
+
+    def _block(self, name: int | str) -> Block:
+        check_names({name}, len(self._blocks) - 1)
+        self.wait()
+        return self._blocks[0 if name == "outer" else int(name) + 1]
 
     def state(self) -> dict[str, Any]:
         """Copies the state for a checkpoint into NumPy arrays: weights, masters' rests, optimizer.

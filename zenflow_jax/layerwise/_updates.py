@@ -144,11 +144,11 @@ class AfterBackward(Updates):
             block, (mail, _) = self._blocks[i], self._mails.pop(i)
             for bundle in block.bundles:
                 self._in_flight.admit(bundle.nbytes)
-                count, gradient = len(bundle.places), _taken(mail, bundle)
-                arrays = large_moved(block.arrays(bundle), bundle.large, "device")
-                gradient = large_moved(gradient, bundle.large[:count], "device")
                 self.bytes_to_device += bundle.nbytes + bundle.weights_nbytes
-                control = self._update(block, bundle, arrays, gradient, control)
+                sent, count = _taken(mail, bundle), len(bundle.places)
+                large = [*bundle.large[:count], *bundle.large]  # the gradient is like the weights
+                arrays = large_moved([*sent, *block.arrays(bundle)], large, "device")
+                control = self._update(block, bundle, arrays[count:], arrays[:count], control)
         return self._judge.conclude(self._progress, control, {})
 
 
