@@ -36,7 +36,7 @@ class Mailbox:
         self._unread: deque[Mail] = deque()
 
     def send(self, state: ZenFlowState, step: int) -> None:
-        """Hands the mail of `step` to the worker; waits while the mail of too many steps is unread."""
+        """Hands the mail of `step` to the worker; waits while too many steps' mail is unread."""
         while len(self._unread) >= IN_FLIGHT[self._sending]:
             self._take_back()
         # Call this before posting the mail: it releases the GIL, and after posting, the caller

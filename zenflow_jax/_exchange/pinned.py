@@ -20,7 +20,7 @@ from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients, UnfitRunError
 from zenflow_jax._spec.schedule import Schedule
 
-#: The maximum number of steps with unread mail, which limits how far Python runs ahead of the device.
+#: The maximum number of steps with unread mail: how far Python runs ahead of the device.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
 #: The environment variable with the limit of a GPU's pinned memory in GiB, and XLA's default.
@@ -32,7 +32,7 @@ _GPUS = ("gpu", "cuda", "rocm")
 
 
 def buffers(state: ZenFlowState) -> float:
-    """Returns the maximum number of steps whose mail is in host memory at once, including fractions."""
+    """Returns the maximum number of steps with mail in host memory at once, a fraction included."""
     specs, shares = _offloaded(state)
     written, placeholders = int(state.send_gradients.in_step), 0.0
     if written:  # the state's placeholder mail has full size

@@ -21,7 +21,7 @@ from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
 from zenflow_jax._spec.schedule import Schedule
 
 #: The maximum number of steps whose mail is kept. An update frees the closed window's mail leaf by
-#: leaf while the next window's arrives, so windows of four steps need no sums if the update keeps up.
+#: leaf while the next window's arrives, so windows of four steps need no sums if it keeps up.
 MAILS_KEPT = 5
 
 
