@@ -5,14 +5,13 @@ it), computed in jax. Buckets of 32 lie along the last axis, so codes and scales
 axes, and a parameter's sharding fits them.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array
 
 from zenflow_jax._host.arrays import BUCKET
 from zenflow_jax._host.moments import BEND, LEAST, PER_FIRST, PER_SECOND, TOP_FIRST, TOP_SECOND
@@ -24,10 +23,13 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Codes(NamedTuple):
-    """One moment of one leaf between updates."""
+    """One moment of all parameters between updates; both trees are like the parameters'.
 
-    codes: Integer[Array, "*lead n"]  # int8 for a first moment, uint8 for a second
-    scales: Float[Array, "*lead buckets"]  # bfloat16 for a first moment, float32 for a second
+    Two trees, because flax nnx would not keep pairs in place of arrays.
+    """
+
+    codes: Any  # int8 for first moments, uint8 for second, `(*lead, n)`; or a moment that stays
+    scales: Any  # bfloat16 for first moments, float32 for second, `(*lead, buckets)`; or a zero
 
 
 def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -54,7 +56,7 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         optimizer: Any optax optimizer whose state contains such moments.
 
     Returns:
-        An optimizer. Its state is `optimizer`'s, with `codes` and `scales` in place of moments.
+        An optimizer. Its state is `optimizer`'s, with trees of codes and scales as `mu` and `nu`.
 
     Raises:
         ValueError: By `init`, if no such state is found.
@@ -63,8 +65,8 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
         >>> tx = zenflow_jax.compact(optax.adamw(1e-3))
         >>> state = jax.jit(tx.init)({"w": jnp.ones((64, 96))})
-        >>> mu = optax.tree.get(state, "mu")["w"]
-        >>> mu.codes.dtype, mu.scales.shape
+        >>> mu = optax.tree.get(state, "mu")
+        >>> mu.codes["w"].dtype, mu.scales["w"].shape
         (dtype('int8'), (64, 3))
     """
     optimizer = optax.with_extra_args_support(optimizer)
@@ -80,7 +82,9 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         return _encode_state(jax.tree.map(lax.optimization_barrier, state))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        state = jax.tree.map(lambda x: _decode(x) if _is_codes(x) else x, state, is_leaf=_is_codes)
+        state = jax.tree.map(
+            lambda x: jax.tree.map(_decode, *x) if _is_codes(x) else x, state, is_leaf=_is_codes
+        )
         updates, state = optimizer.update(updates, state, params, **extra_args)
         return updates, _encode_state(state)
 
@@ -100,35 +104,37 @@ def _is_codes(x: Any) -> bool:
 
 
 def _encode_state(state: Any) -> Any:
-    def encode_leaf(x: Any, first: bool) -> Any:
-        # Codes are the result of another `compact` inside. Complex and float64 numbers stay.
-        fits = not _is_codes(x) and x.ndim > 1 and x.dtype in _DTYPES
-        return _encode(x, first) if fits else x
+    def encode_tree(x: Any, first: bool) -> Any:
+        if _is_codes(x):  # the result of another `compact` inside
+            return x
+        leaves, treedef = jax.tree.flatten(x)
+        pairs = [_encode(leaf, first) for leaf in leaves]
+        return Codes(*(treedef.unflatten([pair[i] for pair in pairs]) for i in range(2)))
 
     def encode_moments(x: Any) -> Any:
         if not _has_moments(x):
             return x
-        fields = {name: getattr(x, name) for name in ("mu", "nu") if name in x._fields}
-        return x._replace(
-            **{
-                name: jax.tree.map(partial(encode_leaf, first=name == "mu"), y, is_leaf=_is_codes)
-                for name, y in fields.items()
-            }
-        )
+        names = [name for name in ("mu", "nu") if name in x._fields]
+        return x._replace(**{name: encode_tree(getattr(x, name), name == "mu") for name in names})
 
     return jax.tree.map(encode_moments, state, is_leaf=_has_moments)
 
 
-def _decode(x: Codes) -> Array:
-    first = x.codes.dtype == jnp.int8
-    codes, scales = _buckets(x.codes).astype(jnp.float32), x.scales.astype(jnp.float32)[..., None]
-    shares = codes * (jnp.abs(codes) + 2 * BEND) * PER_FIRST if first else codes * PER_SECOND
+def _decode(codes: Array, scales: Array) -> Array:
+    if codes.dtype not in (jnp.int8, jnp.uint8):
+        return codes
+    first = codes.dtype == jnp.int8
+    x, wide = _buckets(codes).astype(jnp.float32), scales.astype(jnp.float32)[..., None]
+    shares = x * (jnp.abs(x) + 2 * BEND) * PER_FIRST if first else x * PER_SECOND
     # The choice changes no number. Without it, XLA multiplies constant and scale first.
-    numbers = jnp.where(codes == 0, 0, shares) * scales
-    return _unbucketed(numbers if first else numbers * numbers, x.codes.shape)
+    numbers = jnp.where(x == 0, 0, shares) * wide
+    return _unbucketed(numbers if first else numbers * numbers, codes.shape)
 
 
-def _encode(x: Array, first: bool) -> Codes:
+def _encode(x: Array, first: bool) -> tuple[Array, Array]:
+    """Returns codes and scales; vectors, complex and float64 numbers stay, with a zero."""
+    if x.ndim < 2 or x.dtype not in _DTYPES:
+        return x, jnp.zeros((), jnp.float32)
     wide = _buckets(x.astype(jnp.float32))
     size = jnp.abs(wide) if first else jnp.sqrt(wide)
     scales = jnp.max(size, axis=-1, keepdims=True, initial=0)
@@ -144,7 +150,7 @@ def _encode(x: Array, first: bool) -> Codes:
     else:
         codes = jnp.maximum(jnp.rint(size), (size > 0).astype(size.dtype)).astype(jnp.uint8)
     scales = scales.astype(jnp.bfloat16 if first else jnp.float32)
-    return Codes(_unbucketed(codes, x.shape), scales[..., 0])
+    return _unbucketed(codes, x.shape), scales[..., 0]
 
 
 def _buckets(x: Array) -> Array:

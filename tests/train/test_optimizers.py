@@ -76,7 +76,7 @@ def test_a_skipped_step_changes_nothing(name):
 
 def test_compact_moments_are_a_setting():
     _, state = updates_of("adamw", drawn(), host_state="compact")
-    codes = optax.tree.get(state, "mu")["blocks"]["up"]["kernel"].codes
+    codes = optax.tree.get(state, "mu").codes["blocks"]["up"]["kernel"]
     assert codes.dtype == jnp.int8
 
 

@@ -304,10 +304,8 @@ def _state_shapes(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
     """Returns a state with moments sharded like their parameters, and the rest `everywhere`."""
 
     def placed(x: Any, p: Any) -> Any:
-        # Compact moments are pairs; factored ones have fewer axes than their parameters.
-        return jax.tree.map(
-            lambda y: _shape_at(y, p.sharding if y.ndim == p.ndim else everywhere), x
-        )
+        # Factored moments have fewer axes than their parameters.
+        return _shape_at(x, p.sharding if x.ndim == p.ndim else everywhere)
 
     return optax.tree.map_params(
         tx,
@@ -315,5 +313,4 @@ def _state_shapes(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
         jax.eval_shape(tx.init, params),
         params,
         transform_non_params=lambda x: _shape_at(x, everywhere),
-        is_leaf=lambda x: isinstance(x, tuple),
     )
