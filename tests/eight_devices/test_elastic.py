@@ -70,33 +70,6 @@ def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
             np.testing.assert_array_equal(cast, np.asarray(training.params[name]))
 
 
-@pytest.mark.parametrize(
-    ("ratio", "sizes", "advised"),
-    [
-        (0.05, (4096, 11008), 0.0625),
-        (0.0625, (4096, 11008), None),  # already even
-        (0.05, (4096, 72), ""),  # 0.125 would make it a different run
-    ],
-)
-def test_a_number_of_selected_channels_that_fewer_devices_cannot_have_raises_a_warning(
-    ratio, sizes, advised, caplog
-):
-    def selected(ratio, pieces):
-        mesh = jax.make_mesh((pieces,), ("fsdp",), (AUTO,), devices=jax.devices()[:pieces])
-        rows = jax.sharding.NamedSharding(mesh, jax.P("fsdp"))
-        params = [jax.ShapeDtypeStruct((n, 4), np.float32, sharding=rows) for n in sizes]
-        state = zenflow_jax.zenflow(1e-2, topk_ratio=ratio).init(params)
-        return [leaf.channels.shape for leaf in state.leaves]
-
-    even = selected(ratio, 8) == selected(ratio, 1)
-    said = "".join(r.getMessage() for r in caplog.records)
-    assert even == (advised is None) == ("only on a mesh that leads to the same" not in said)
-    if advised:
-        assert f"start the run with topk_ratio={advised} or with" in said
-        assert selected(advised, 8) == selected(advised, 4) == selected(advised, 1)
-    elif advised == "":
-        assert "topk_ratio" not in said
-
 
 def test_a_selection_over_fewer_devices_is_rejected(tmp_path):
     # One device and eight pieces of 32 or 16 channels select the same number of channels.
