@@ -349,7 +349,8 @@ class HostEngine:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         ended = error is not None or self._worker.closed
-        if error is not None and jax.process_count() > 1:
+        # Not for a `SystemExit`, with which all processes may leave together.
+        if isinstance(error, Exception) and jax.process_count() > 1:
             logging.getLogger("zenflow_jax").error(
                 f"Process {jax.process_index()} leaves the run: {error!r}. When it exits, jax ends "
                 "the other processes after `shutdown_timeout_seconds` (docs/multi_host.md)."

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from train.cli.command_line import PROGRAM
 
 
-class Stopped(Exception):
+class Stopped(SystemExit):
     """The run has saved a checkpoint after a signal; the message explains how to resume it."""
 
     def __init__(self, message: str, *, signal_number: int):
