@@ -120,7 +120,7 @@ def nbytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
 
 
-def _dot_terms(equation: Any) -> float:
+def _dot_terms(equation: Any) -> int:
     shape, ((contracted, _), _) = (
         equation.invars[0].aval.shape,
         equation.params["dimension_numbers"],
@@ -128,12 +128,12 @@ def _dot_terms(equation: Any) -> float:
     return math.prod(shape[i] for i in contracted)
 
 
-def _convolution_terms(equation: Any) -> float:
+def _convolution_terms(equation: Any) -> int:
     shape = equation.invars[1].aval.shape
-    return math.prod(shape) / shape[equation.params["dimension_numbers"].rhs_spec[0]]
+    return math.prod(shape) // shape[equation.params["dimension_numbers"].rhs_spec[0]]
 
 
-def _ragged_dot_terms(equation: Any) -> float:
+def _ragged_dot_terms(equation: Any) -> int:
     """Counts the products of all rows with all groups, which XLA for GPUs computes (to 0.11.2)."""
     numbers, shape = equation.params["ragged_dot_dimension_numbers"], equation.invars[0].aval.shape
     contracted = numbers.dot_dimension_numbers[0][0]
