@@ -195,6 +195,13 @@ def only_reads(params, batch):
     return jnp.sum(params["head"])
 
 
+def stacks_itself(params, batch):
+    """Scans weights that it has stacked, beside an embedding that it reads first."""
+    x = params["table"][batch]
+    layers = jnp.stack([params["w1"], params["w2"]])
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0])
+
+
 LINE = r"test_scanned\.py:\d+:\d+ \("
 
 
@@ -206,13 +213,22 @@ LINE = r"test_scanned\.py:\d+:\d+ \("
         (two_scans, None, rf"'head'\] at .*{LINE}two_scans\) and .*'bias'\] at .*loss_fn\), but"),
         (loss_fn, lambda path, _: "table" in str(path), r"`gather` reads \['table.*\(first\), but"),
         (unread_head, lambda path, _: "table" not in str(path), r"\['head'\] is not read"),
-        (only_reads, None, "No scan reads a leaf"),
+        (
+            only_reads,
+            None,
+            rf"scans no layers: `reduce_sum` reads \['head'\] at .*{LINE}only_reads",
+        ),
+        (stacks_itself, None, r"stacks its layers itself: .* reads \['w1'\] at .*stacks_itself"),
         (captures, None, "uses an array float"),
     ],
 )
 def test_errors_about_a_loss_name_the_leaf_and_the_line(loss, where, text):
+    params = stacked(new_params())
+    if loss is stacks_itself:
+        width = params["table"].shape[1]
+        params = {"table": params["table"], **dict.fromkeys(("w1", "w2"), jnp.eye(width))}
     with pytest.raises(ValueError, match=text):
-        train(loss, stacked(new_params()), BATCHES[:1], where)
+        train(loss, params, BATCHES[:1], where)
 
 
 def test_parameters_of_another_model_are_rejected():

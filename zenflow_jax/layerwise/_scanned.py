@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from zenflow_jax._device.memory import HOST, upload
-from zenflow_jax._device.scans import Evaluation, Scan, Stack, is_stack, layer_sharding
+from zenflow_jax._device.scans import INSTEAD, Evaluation, Scan, Stack, is_stack, layer_sharding
 from zenflow_jax._spec.leaf import as_pure, plain_name
 from zenflow_jax.layerwise._programs import key_of, live_inputs, shapes_of
 
@@ -87,11 +87,7 @@ class ScannedModel:
         else:
             stacks = [i for i, pair in enumerate(pairs) if where(*pair)]
         if not stacks:
-            raise ValueError(
-                "No scan reads a leaf of `params` along its first axis. Stack the layers along "
-                "this axis, and scan them outside loops and branches. To see which line "
-                "reads a stack differently, pick the stacks with `where`."
-            )
+            raise self._misread(batch, *traced)
         self._stacks, self._length = tuple(stacks), self._shapes[stacks[0]].shape[0]
         cut = self._cut(batch, *traced)
         if where is None:
@@ -180,6 +176,18 @@ class ScannedModel:
     def _traced(self, batch: Any) -> tuple[Any, Any]:
         params = self._treedef.unflatten(self._shapes)
         return jax.make_jaxpr(self._loss_fn, return_shape=True)(params, batch)
+
+    def _misread(self, batch: Any, traced: Any, loss: Any) -> ValueError:
+        """Returns the error for a loss that scans no leaf: how and where it reads one instead."""
+        errors = []
+        for i, shape in enumerate(self._shapes):
+            self._stacks, self._length = (i,), (*shape.shape, 0)[0]
+            try:
+                self._cut(batch, traced, loss)
+            except ValueError as error:
+                errors.append(error)
+        # The first that says what to use without such a scan, otherwise the first.
+        return min(errors, key=lambda error: INSTEAD[_CHOOSER] not in str(error))
 
     def _check_outer(self, cut: "_Cut") -> None:
         """Rejects stacks that change before the scan, because the device would hold all of them."""
