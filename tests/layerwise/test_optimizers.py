@@ -80,7 +80,8 @@ def test_a_run_equals_the_optimizer_on_the_whole_model(name):
     optimizer = made(name)
     expected, losses = reference(optimizer, small(new_params()), BATCHES[:4], loss_of)
     got, values = trained(optimizer, updates="during_backward")
-    np.testing.assert_allclose(values, losses, atol=ATOL)
+    # Losses grow to 17, where float32 has fewer digits; with jax 0.12 they differ by 7e-7 of it.
+    np.testing.assert_allclose(values, losses, rtol=1e-6, atol=ATOL)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=ATOL), got, expected)
     assert losses[-1] != losses[0]
 
