@@ -69,7 +69,7 @@ FILES = {
         ("parts/a.txt", "a", r"has no training data .* contains parts"),
     ],
     "alpaca": [
-        ("a.json", '[\n{"instruction": "a",}]', r"a\.json, line 2, column 2[01]: .* not valid JSON"),
+        ("a.json", '[\n{"instruction": "a",}]', r"a\.json, line 2, column 2[01]: .* not valid"),
         ("a.json", '{"train": [{}], "test": [{}]}', r"the lists 'train', 'test'\. Write each to a"),
         ("a.json", json.dumps([PLAIN, {"output": "b"}]), "item 2: .* 'instruction' is missing"),
         ("a.jsonl", records(DOLLY), r"'output' is missing\. Rename 'response' to 'output'\."),
