@@ -17,8 +17,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated"),
 ]
 
-# float32: XLA fuses the same operations differently.
-ATOL = 2e-6
+# float32: XLA fuses the same operations differently. Most differ by less than 1e-6; acprop, which
+# divides by the last step's moment, by 3e-6 with jax 0.12.
+ATOL = 5e-6
 #: Aliases that are refused: a part of the message, and arguments.
 REFUSED = {
     "dadapt_adamw": ("also depends on leaves like it", {}),
