@@ -84,7 +84,6 @@ class Joining:
         """Resumes from the saved state, if any."""
         if self._saved is None:
             return
-        check_resumed(self._saved, self._state)
         counts = counts_from_tree(self._saved["counts"])
         progress.resume(counts)
         if not offloaded.specs:
