@@ -54,6 +54,16 @@ def test_an_optimizer_is_optaxs_with_the_settings(name):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), updates, expected)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_a_decay_rate_of_zero_is_not_replaced_by_the_default(name):
+    states = [updates_of(name, drawn(), **options)[1] for options in ({}, {"b2": 0.0})]
+    moments = [optax.tree.get(x, "nu" if name == "adamw" else "mu") for x in states]
+    square = 2 if name == "adamw" else 1
+    expected = jax.tree.map(lambda g: g**square, drawn())
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), moments[1], expected)
+    assert not np.allclose(moments[0]["head"]["kernel"], moments[1]["head"]["kernel"])
+
+
 def test_muon_orthogonalizes_each_blocks_matrices_and_nothing_else():
     updates, _ = updates_of("muon", drawn())
     kernel = (updates["blocks"]["up"]["kernel"] / -RATE) - DECAY

@@ -36,7 +36,7 @@ def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
         # A chain in both cases, so that a resumed run may change `max_grad_norm`.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
         return skip_if_not_finite(optax.chain(clip, leafwise_optimizer(settings)))
-    arguments = settings.subset(("b1", "eps", "weight_decay")) | {"b2": settings.b2 or 0.999}
+    arguments = settings.subset(("b1", "eps", "weight_decay")) | {"b2": _b2(settings)}
     arguments |= {"mask": decayed, "max_grad_norm": norm, "resident": _is_bias_or_scale}
     try:
         arguments |= _arguments(settings)
@@ -47,17 +47,16 @@ def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
 
 def leafwise_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     """Creates an optimizer that needs no engine, without clipping; it may update one leaf alone."""
-    b1, b2, eps = settings.b1, settings.b2, settings.eps
-    adam = {"b1": b1, "b2": b2 or 0.999, "eps": eps}
+    b1, b2, eps = settings.b1, _b2(settings), settings.eps
     make: dict[str, Callable[[], optax.GradientTransformation]] = {
-        "adamw": lambda: optax.scale_by_adam(**adam),
-        "lion": lambda: optax.scale_by_lion(b1=b1, b2=b2 or 0.99),
+        "adamw": lambda: optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+        "lion": lambda: optax.scale_by_lion(b1=b1, b2=b2),
         "muon": lambda: optax.chain(
             optax.contrib.muon(
                 1.0,
                 eps=eps,
                 adam_b1=b1,
-                adam_b2=adam["b2"],
+                adam_b2=b2,
                 muon_weight_dimension_numbers=_orthogonalized,
                 consistent_rms=0.2,  # updates of AdamW's size, so its learning rates fit
             ),
@@ -75,6 +74,11 @@ def leafwise_optimizer(settings: OptimizerSettings) -> optax.GradientTransformat
         optax.scale_by_learning_rate(learning_rate(settings)),
     )
     return zenflow_jax.compact(tx) if settings.host_state == "compact" else tx
+
+
+def _b2(settings: OptimizerSettings) -> float:
+    default = 0.99 if settings.optimizer == "lion" else 0.999
+    return default if settings.b2 is None else settings.b2
 
 
 class SkipState(NamedTuple):
