@@ -160,7 +160,14 @@ def assert_ended(before):
         assert not thread.is_alive(), thread.name
 
 
-def test_close_during_work_returns_after_the_current_piece(passes):
+def test_close_during_work_returns_after_the_current_piece(passes, monkeypatch):
+    request_stop = Worker.request_stop
+
+    def request_stop_and_end_the_piece(worker):
+        request_stop(worker)
+        passes.release()  # earlier, the worker could begin the next piece
+
+    monkeypatch.setattr(Worker, "request_stop", request_stop_and_end_the_piece)
     before = set(threading.enumerate())
     with Training(FIVE, TOGETHER) as training:
         training.go(7)
@@ -169,7 +176,6 @@ def test_close_during_work_returns_after_the_current_piece(passes):
         training.go(1)
         closing = threading.Thread(target=training.engine.close)
         closing.start()
-        passes.release()
         closing.join(TIMEOUT_S / 2)  # a worker that continues waits longer for a permit
         assert not closing.is_alive()
         assert_ended(before)
