@@ -235,8 +235,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
             )
         elif states:
             remedy = (
-                "Use one `zenflow` for all leaves: `learning_rate`, `mask`, `resident` and "
-                "`channel_axis` may be functions of the leaf"
+                "Use one `zenflow` for all leaves: `lr_scale`, `mask`, `resident` and "
+                "`channel_axis` may be functions"
             )
         raise ValueError(
             f"The optimizer state, a {kind.__name__}, contains {len(states)} ZenFlowStates, not "

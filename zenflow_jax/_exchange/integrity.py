@@ -206,7 +206,7 @@ def _compare(
     leaf_specs = leaf_layout(leaf.spec).replace(scores=None)
     takes = [layout.block, layout.each_device, leaf_specs, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
-    scalars = jnp.stack(step.adam[leaf.spec.rate])
+    scalars = jnp.stack(step.adam.scaled(leaf.spec.lr_scale))
     return counted(weight, rows, leaf, scalars, step.step, step.finite)
 
 

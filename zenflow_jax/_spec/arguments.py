@@ -1,6 +1,5 @@
 """Checks the arguments of `zenflow()`."""
 
-import inspect
 import warnings
 from numbers import Real
 from typing import Any
@@ -126,71 +125,33 @@ def check_transfer_dtype(dtype: Any) -> np.dtype | None:
 def check_numbers(**numbers: Any) -> None:
     """Rejects values that are not real scalars, and untraced values out of range."""
     for name, value in numbers.items():
-        if name != "max_grad_norm" or value is not None:
-            check_number(name, value)
-
-
-def check_number(name: str, value: Any, where: str = "") -> None:
-    """Checks one of `NUMBERS`; `where` names its leaf in errors."""
-    if callable(value) and name in ("learning_rate", "weight_decay"):
-        if not _is_schedule(value):
-            raise TypeError(
-                f"`{name}`{where} is a function of more than a step count: {value!r}. Pass a "
-                "schedule. (Only `zenflow`'s `learning_rate` can be a function of (path, leaf).)"
+        has_schedule = name in ("learning_rate", "weight_decay")
+        if (has_schedule and callable(value)) or (name == "max_grad_norm" and value is None):
+            continue
+        dtype = getattr(value, "dtype", np.dtype(type(value) if isinstance(value, Real) else bool))
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        is_real = is_float or jnp.issubdtype(dtype, jnp.integer)
+        if not is_real or getattr(value, "shape", ()) != ():
+            remedy = (
+                "For several rates, pass `lr_scale`."
+                if has_schedule
+                else "For a schedule, use `optax.inject_hyperparams`."
             )
-        return
-    dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, Real) else None)
-    if dtype is None or getattr(value, "shape", ()) != () or not _is_real(dtype):
-        kinds = "a number or a scalar array"
-        if callable(value):
-            kinds += " (for a schedule use `optax.inject_hyperparams`)"
-        raise TypeError(f"`{name}`{where} must be {kinds}, got {value!r}.")
-    if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4:
-        raise TypeError(
-            f"`{name}`{where} is rounded to {dtype}, in which 0.999 becomes 1. Pass "
-            "hyperparam_dtype=jnp.float32 to `optax.inject_hyperparams`."
-        )
-    if not isinstance(value, Tracer):
-        _check_range(name, float(np.asarray(value)), where)
-
-
-def _check_range(name: str, number: float, where: str) -> None:
-    if not np.isfinite(number) or number < 0:
-        raise ValueError(f"`{name}`{where} must be finite and at least 0, got {number}.")
-    if name in ("b1", "b2") and number >= 1:
-        raise ValueError(f"`{name}` must be in [0, 1), got {number}.")
-    if name == "max_grad_norm" and number == 0:
-        raise ValueError("`max_grad_norm` must be above 0, or None for no clipping, got 0.")
-
-
-def check_learning_rate(rate: Any) -> None:
-    """Checks a rate or a tree of rates; the results of a function are checked when it is called."""
-    if not callable(rate):
-        for path, x in jax.tree_util.tree_leaves_with_path(rate) or [((), rate)]:
-            check_number("learning_rate", x, f" at {jax.tree_util.keystr(path)}" if path else "")
-    elif not jax.tree_util.all_leaves([rate]):
-        raise TypeError(
-            f"`learning_rate` is a {type(rate).__name__}, which is both a function and a tree. "
-            "Pass `lambda count: rate(count)` for a schedule, or `lambda path, leaf: ...` for a "
-            "tree."
-        )
-
-
-def takes_leaf(rate: Any) -> bool:
-    """Returns whether `rate` is a function of (path, leaf)."""
-    return callable(rate) and not _is_schedule(rate)
-
-
-def _is_schedule(function: Any) -> bool:
-    """Returns whether a function takes a single argument that is not named after a path."""
-    try:
-        signature = inspect.signature(function)
-        signature.bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # some builtin functions have no signature
-        return True
-    return "path" not in next(iter(signature.parameters))
+            raise TypeError(f"`{name}` must be a number or a scalar array, got {value!r}. {remedy}")
+        if is_float and np.dtype(dtype).itemsize < 4:
+            raise TypeError(
+                f"`{name}` is rounded to {dtype}, in which 0.999 becomes 1. Pass "
+                "hyperparam_dtype=jnp.float32 to `optax.inject_hyperparams`."
+            )
+        if isinstance(value, Tracer):
+            continue
+        number = float(np.asarray(value))
+        if not np.isfinite(number) or number < 0:
+            raise ValueError(f"`{name}` must be finite and at least 0, got {number}.")
+        if name in ("b1", "b2") and number >= 1:
+            raise ValueError(f"`{name}` must be in [0, 1), got {number}.")
+        if name == "max_grad_norm" and number == 0:
+            raise ValueError("`max_grad_norm` must be above 0, or None for no clipping, got 0.")
 
 
 def check_selectors(channel_axis: Any, resident: Any, partition_replicated: Any, mask: Any) -> None:
@@ -220,7 +181,3 @@ _IF_INJECTED = (
     "With `optax.inject_hyperparams`, pass static_args=zenflow_jax.STATIC_ARGS, or this argument "
     "becomes an array or a schedule."
 )
-
-
-def _is_real(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)

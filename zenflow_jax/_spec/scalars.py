@@ -16,9 +16,7 @@ MISUSED = -2
 
 
 class AdamScalars(NamedTuple):
-    """A leaf's hyperparameters: Python numbers or float32 scalars, traced or not.
-
-    Leaves differ only in the learning rate.
+    """A step's hyperparameters: Python numbers or float32 scalars, traced or not.
 
     `1 - b` is computed from a Python `b`: in float32, 1 - 0.999 has a relative error of 1e-5.
     """
@@ -31,9 +29,11 @@ class AdamScalars(NamedTuple):
     eps: Any
     weight_decay: Any
 
-
-#: The number of hyperparameters that all leaves share.
-_SHARED = len(AdamScalars._fields) - 1
+    def scaled(self, lr_scale: float) -> "AdamScalars":
+        """Returns the hyperparameters of a leaf, in float32, so that both halves use one rate."""
+        if lr_scale == 1:
+            return self
+        return self._replace(learning_rate=self.learning_rate * np.float32(lr_scale))
 
 
 class WindowStep(NamedTuple):
@@ -78,7 +78,7 @@ def window_step(scalars: AdamScalars, counted: int, scaled: bool) -> WindowStep:
 class StepFacts(NamedTuple):
     """The scalars that a step sends to the host, in NumPy or jax."""
 
-    adam: Sequence[AdamScalars]  # one for each learning rate, in the order of their numbers
+    adam: AdamScalars
     factor: Any  # the clipping factor
     step: Any
     token: Any
@@ -88,15 +88,13 @@ class StepFacts(NamedTuple):
 class StepScalars(NamedTuple):
     """A step's scalars in a few arrays, because each array costs a copy to host memory."""
 
-    # float32 (rates + 7,): the learning rates, the rest of AdamScalars, the clipping factor
-    floats: Any
+    floats: Any  # float32 (8,): AdamScalars, the clipping factor
     ints: Any  # int32 (3,): step, token, whether the gradient was finite
     statistics: Any = None  # float32 (1 + 2 leaves,), for `ScheduleState.add`; None if not needed
 
     @staticmethod
     def sizes(specs: Sequence[LeafSpec], statistics: bool) -> list[tuple[int, np.dtype]]:
-        rates = 1 + max((spec.rate for spec in specs), default=0)
-        sizes = [(rates + _SHARED + 1, np.dtype(np.float32)), (3, np.dtype(np.int32))]
+        sizes = [(len(AdamScalars._fields) + 1, np.dtype(np.float32)), (3, np.dtype(np.int32))]
         if statistics:
             offloaded = sum(not spec.resident for spec in specs)
             sizes.append((1 + 2 * offloaded, np.dtype(np.float32)))
@@ -104,12 +102,10 @@ class StepScalars(NamedTuple):
 
     @classmethod
     def pack(cls, facts: StepFacts, statistics: jax.Array | None) -> "StepScalars":
-        numbers = [*(s.learning_rate for s in facts.adam), *facts.adam[0][1:], facts.factor]
-        floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
+        floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*facts.adam, facts.factor)])
         ints = jnp.stack([facts.step, facts.token, facts.finite.astype(jnp.int32)])
         return cls(floats, ints, statistics)
 
     def unpack(self) -> StepFacts:
-        floats, ints = self.floats.ravel(), self.ints.ravel()
-        rates, shared = (numbers := [*floats[:-1]])[:-_SHARED], numbers[-_SHARED:]
-        return StepFacts([AdamScalars(rate, *shared) for rate in rates], floats[-1], *ints)
+        *adam, factor = self.floats.ravel()
+        return StepFacts(AdamScalars(*adam), factor, *self.ints.ravel())
