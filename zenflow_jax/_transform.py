@@ -24,6 +24,7 @@ from zenflow_jax._device.state import Static, ZenFlowState, register_flax_serial
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import judge, split_gradient, step_selected
 from zenflow_jax._device.streamed import is_streamed, misused, parts_of
+from zenflow_jax._spec.adaptive import Select, Window
 from zenflow_jax._spec.arguments import (
     NUMBERS,
     check_numbers,
@@ -40,7 +41,7 @@ from zenflow_jax._spec.leaf_warnings import (
     warn_of_stacked_vectors,
 )
 from zenflow_jax._spec.resolve import LeafRules, resolve_specs
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, SendGradients
+from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 
@@ -54,8 +55,8 @@ def zenflow(
     mask: Any | Callable[[Any], Any] | None = None,
     lr_scale: Any | Callable[[tuple[Any, ...], Any], float] | None = None,
     topk_ratio: float = 0.1,
-    update_interval: int | AutoWindow = 4,
-    select_interval: int | AutoSelect | None = None,
+    update_interval: Window = 4,
+    select_interval: Select = None,
     full_warm_up_rounds: int = 0,
     rolling: bool = True,
     staleness: int | None = None,
@@ -260,9 +261,6 @@ def _update(
         for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
         for scale in [leaf.spec.lr_scale]
     ]
-    statistics = None
-    if state.offloads and schedule.needs_statistics:
-        statistics = window_statistics([s.squares for s in seen], state.leaves, verdict)
     new = state._replace(
         step=step,
         skipped=state.skipped + jnp.where(verdict.finite, 0, 1).astype(jnp.int32),
@@ -277,12 +275,15 @@ def _update(
     wrong = misused(gradients, state.leaves)
     changes = [jnp.where(lost | wrong, jnp.nan, change) for change, _ in stepped]
     token = jnp.where(wrong & ~lost, MISUSED, state.token)
-    facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
-    packed = StepScalars.pack(facts, statistics)
     if not state.offloads:  # a plain transformation, which needs no engine
         return jax.tree.unflatten(treedef, changes), new
+    facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
+    if schedule.auto_window is not None:
+        statistics = window_statistics([s.squares for s in seen], state.leaves, verdict)
+        facts = facts._replace(statistics=statistics)
+    packed = StepScalars.pack(facts)
     if state.send_gradients.in_step:
-        packed = StepScalars(*(x if x is None else to_host(x, rank) for x in packed))
+        packed = StepScalars(*(to_host(x, rank) for x in packed))
     new = new._replace(
         mail=tuple(s.mail for s in seen),
         token=jnp.full_like(state.token, USED),

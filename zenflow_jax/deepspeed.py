@@ -15,8 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow
 from zenflow_jax._spec.arguments import check_numbers
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, check_int_or_none
+from zenflow_jax._spec.rules import check_int_or_none
 from zenflow_jax._transform import zenflow
 
 __all__ = ["DeepSpeedOptions", "from_deepspeed"]

@@ -114,7 +114,6 @@ class Saver:
             reselections=progress.reselections,
             window_lengths=progress.window_lengths,
             schedule_state=progress.schedule_state,
-            shares=progress.shares,
             fingerprints=fingerprints,
             counted=[window.counted for window in host.open],
             windows=host.windows,

@@ -19,9 +19,9 @@ from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import NONE, Counts
+from zenflow_jax._spec.adaptive import ScheduleState
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow
-from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._spec.schedule import Schedule
 
 #: The sums of an open window's gradients and of their squares.
 SUMS = ("total", "squares")
@@ -36,10 +36,16 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
     specs = [leaf.spec for leaf in state.leaves]
     rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups)) for s in specs]
     numbers = {f.name for f in dataclasses.fields(schedule)} - {"window", "select", "groups"}
+    numbers -= {"auto_window", "auto_select"}
+    window, select = schedule.auto_window, schedule.auto_select
     return {
         # The number, the kind of rule, and the rule's share.
-        "update_interval": np.array(_rule(schedule.window), np.float32),
-        "select_interval": np.array(_rule(schedule.select), np.float32),
+        "update_interval": np.array(
+            (schedule.window, window is not None, window.share if window else 0), np.float32
+        ),
+        "select_interval": np.array(
+            (select.max_windows, 1, select.keep) if select else (schedule.select, 0, 0), np.float32
+        ),
         "rolling": np.array(schedule.groups > 1, np.int32),
         # -1 for None.
         **{
@@ -51,16 +57,6 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         # For each range of each leaf.
         "groups": np.array([group for s in specs for group in s.groups], np.int32),
     }
-
-
-def _rule(rule: Any) -> tuple[Any, ...]:
-    match rule:
-        case AutoWindow():
-            return rule.max_interval, 1, rule.share
-        case AutoSelect():
-            return rule.max_windows, 1, rule.keep
-        case _:
-            return rule, 0, 0
 
 
 def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
@@ -85,11 +81,10 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
     state = find_state(opt_state)
     leaves, none = arrays_of_leaves(state), [0] * state.schedule.groups
     counts = Counts(
-        schedule_state=first_schedule_state(state.schedule, len(leaves)),
+        schedule_state=state.schedule.first_state(len(leaves)),
         open_steps=none,
         counted=none,
         pending=[NONE for _ in none],
-        shares=np.full(len(none), np.nan, np.float32),
         fingerprints=np.zeros(len(state.leaves), np.uint32),
     )
     like = small_sharding(state)
@@ -116,14 +111,13 @@ def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
 
 
 def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
-    lengths = [counts.window_lengths.get(i, 0) for i in range(schedule.longest_window + 1)]
+    lengths = [counts.window_lengths.get(i, 0) for i in range(schedule.window + 1)]
     return {
         **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
         "window_lengths": np.array(lengths, np.int32),
-        "shares": np.array(counts.shares, np.float32),
         "fingerprints": counts.fingerprints,
         "schedule_state": {
-            name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
+            name: np.array(x)
             for name, x in counts.schedule_state._asdict().items()
             if np.size(x)  # orbax cannot write empty arrays
         },
@@ -137,7 +131,6 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
     return Counts(
         **{name: np.asarray(tree[name]).tolist() for name in _NUMBERS},
         window_lengths={i: n for i, n in lengths if n},
-        shares=np.asarray(tree["shares"]),
         fingerprints=np.asarray(tree["fingerprints"]),
         schedule_state=ScheduleState(**schedule_state),
     )

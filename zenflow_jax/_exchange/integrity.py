@@ -115,9 +115,8 @@ class Integrity:
             return
         batch = self._batches[self._turn]
         self._turn = (self._turn + 1) % len(self._batches)
-        sent = step_scalars._replace(statistics=None)
         counts = [
-            _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
+            _compare(weights[i], rows, _alone(leaves[i]), step_scalars, extent=self._extent)
             for i, rows in zip(batch, before, strict=True)
         ]
         self._add([self._specs[i].name for i in batch], counts)

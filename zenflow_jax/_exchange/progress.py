@@ -14,7 +14,9 @@ import numpy as np
 
 from zenflow_jax._device.memory import view
 from zenflow_jax._exchange.parts import OffloadedLeaves
-from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._spec.adaptive import ScheduleState
+from zenflow_jax._spec.scalars import StepScalars
+from zenflow_jax._spec.schedule import Boundary, Schedule
 
 _logger = logging.getLogger("zenflow_jax")
 
@@ -40,7 +42,6 @@ class Counts:
     open_steps: Sequence[int]  # steps in the open window, including skipped steps
     counted: Sequence[int]  # steps that are in the sums
     pending: Sequence[int]  # NONE, PENDING or EMPTY
-    shares: np.ndarray  # float32: `Progress.shares`
     fingerprints: np.ndarray  # uint32, one for each leaf (`resume.py`); 0 before the first step
     step: int = 0
     windows: int = 0  # closed so far
@@ -62,20 +63,19 @@ class Progress:
         self.open_steps = [0] * schedule.groups  # in each open window, including skipped steps
         self.window_lengths: Counter[int] = Counter()
         self.reselections = 0  # over all groups, including first selections
-        # By group: the last `kept_share` (`_device/statistics.py`); NaN if unknown.
-        self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
-        self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
+        self._state = schedule.first_state(len(offloaded.places))
         # Whether only updates bring deferred gradients into the parameters.
         self.by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
         # Unread statistics: of the last step, if its window is open, and of the last boundaries.
-        self._statistics: jax.Array | None = None
+        self._sent: StepScalars | None = None
         self._measured: dict[int, jax.Array] = {}
 
     @property
     def counts(self) -> dict[str, Any]:
         """Returns the fields of `EngineStats` that the schedule decides."""
-        known = self.shares[~np.isnan(self.shares)]
+        shares = self._state.shares
+        known = shares[~np.isnan(shares)]
         return {
             "steps": self.step,
             "window_lengths": dict(sorted(self.window_lengths.items())),
@@ -86,23 +86,22 @@ class Progress:
     @property
     def schedule_state(self) -> ScheduleState:
         """Returns the schedule's state before the next step."""
-        if self._statistics is not None:
-            self._state = self._state.add(view(self._statistics).ravel())
-            self._statistics = None
-        if self._measured:
-            kept_share = self._state.kept_share.copy()
-            for group, share in self._measured.items():
-                self.shares[group] = kept_share[group] = float(view(share))
-            self._state = self._state._replace(kept_share=kept_share)
-            self._measured = {}
+        sums, windows, shares = self._state
+        shares = shares.copy()
+        if self._sent is not None:
+            sums = sums + StepScalars(*map(view, self._sent)).unpack().statistics
+        for group, share in self._measured.items():
+            shares[group] = float(view(share))
+        self._sent, self._measured = None, {}
+        self._state = ScheduleState(sums, windows, shares)
         return self._state
 
     def boundaries(self) -> list[Boundary]:
         """Returns each group's boundary after the next step."""
         state = self.schedule_state
         return [
-            self._schedule.boundary(self.step + 1, state, group)
-            for group in range(self._schedule.groups)
+            self._schedule.boundary(self.step + 1, state, group, open_steps)
+            for group, open_steps in enumerate(self.open_steps)
         ]
 
     def step_made(self) -> None:
@@ -115,7 +114,7 @@ class Progress:
     def passed(
         self,
         boundaries: Sequence[Boundary],
-        statistics: jax.Array | None,
+        sent: StepScalars,
         measured: dict[int, jax.Array],
     ) -> None:
         """Advances by one step and the groups' `boundaries` after it.
@@ -125,17 +124,16 @@ class Progress:
         self.step += 1
         closes = np.array([boundary.closes for boundary in boundaries])
         if not closes.any():
-            self._state = self._state.open_step()
-            self._statistics = statistics
+            self._sent = sent if self._schedule.auto_window else None
             return
         selects = np.array([boundary.selects for boundary in boundaries])
-        self._state = self._state.close_window(self._first, closes, selects)
-        self._statistics, self._measured = None, measured
+        self._state = self._state.close_windows(closes, selects)
+        self._measured = measured
         self.reselections += int(selects.sum())
 
     def resume(self, counts: Counts) -> None:
         self.step, self.reselections = counts.step, counts.reselections
-        self.open_steps, self.shares = list(counts.open_steps), np.array(counts.shares)
+        self.open_steps = list(counts.open_steps)
         self.window_lengths = Counter(counts.window_lengths)
         self._state = counts.schedule_state
 

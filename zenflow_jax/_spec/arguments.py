@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow, Select, Window
 from zenflow_jax._spec.rules import (
-    AutoSelect,
-    AutoWindow,
     SendGradients,
     check_int,
     check_int_or_none,
@@ -27,8 +26,8 @@ NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
 def check_schedule(
     *,
     topk_ratio: float,
-    update_interval: int | AutoWindow,
-    select_interval: int | AutoSelect | None,
+    update_interval: Window,
+    select_interval: Select,
     full_warm_up_rounds: int,
     rolling: bool,
     staleness: int | None,
@@ -37,13 +36,36 @@ def check_schedule(
 ) -> Schedule:
     """Returns the schedule that these arguments describe; errors name the invalid argument."""
     check_share("topk_ratio", topk_ratio, remedy=_IF_INJECTED)
-    window = _check_window(update_interval, topk_ratio)
-    select = _check_select(select_interval, window)
-    warm_up = check_int("full_warm_up_rounds", full_warm_up_rounds, 0, remedy=_IF_INJECTED)
     check_bool("rolling", rolling)
+    auto_window = auto_select = None
+    if isinstance(update_interval, AutoWindow):
+        auto_window, window = update_interval, update_interval.max_interval
+        if topk_ratio == 0:
+            raise ValueError(
+                "`topk_ratio` is 0, but an `AutoWindow` compares deferred with selected channels. "
+                "Pass a share above 0."
+            )
+    else:
+        kinds = "an int or an AutoWindow"
+        window = check_int("update_interval", update_interval, 1, kinds, _IF_INJECTED)
+    select = 16 * window
+    if isinstance(select_interval, AutoSelect):
+        auto_select = select_interval
+    elif select_interval is not None:
+        kinds = "an int, an AutoSelect or None"
+        select = check_int("select_interval", select_interval, 1, kinds, _IF_INJECTED)
     # An adaptive window is the same for all leaves, because all leaves decide when it closes.
-    in_turn = bool(rolling) and not isinstance(window, AutoWindow)
-    late = _check_staleness(staleness, window, in_turn)
+    in_turn = bool(rolling) and auto_window is None
+    late = check_int_or_none("staleness", staleness, 0, _IF_INJECTED)
+    if auto_window is not None and late:
+        raise ValueError(
+            f"`staleness` is {late}, but with an `AutoWindow` updates arrive at the next "
+            "boundary. Pass None or 0."
+        )
+    if late is None and auto_window is None:
+        late = 1 if in_turn else window
+    elif late is not None and late > window:
+        raise ValueError(f"`staleness` must be at most update_interval={window}, got {late}.")
     if window_scaling is not None:
         check_bool("window_scaling", window_scaling, " (True replaces all exponents) or None")
     if window_scaling and window != 1 and late != 0 and not in_turn:
@@ -52,56 +74,23 @@ def check_schedule(
             "as with `rolling=False` or an `AutoWindow`. Pass window_scaling=None.",
             stacklevel=3,
         )
-    share = _share_or_none("provisional_share", provisional_share) or None
+    share = provisional_share
+    if share is not None:
+        share = check_share("provisional_share", share, "a float or None", _IF_INJECTED) or None
     return Schedule(
         window=window,
         select=select,
-        full_warm_up_rounds=warm_up,
-        groups=window if in_turn and isinstance(window, int) else 1,
+        full_warm_up_rounds=check_int(
+            "full_warm_up_rounds", full_warm_up_rounds, 0, remedy=_IF_INJECTED
+        ),
+        groups=window if in_turn else 1,
         staleness=late,
         window_scaling=bool(window_scaling),
         # With windows of one step and no staleness, weights never wait for an update.
         provisional_share=None if window == 1 and late == 0 else share,
+        auto_window=auto_window,
+        auto_select=auto_select,
     )
-
-
-def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow:
-    if isinstance(interval, AutoWindow):
-        if topk_ratio == 0:
-            raise ValueError(
-                "`topk_ratio` is 0, but an `AutoWindow` compares deferred with selected channels. "
-                "Pass a share above 0."
-            )
-        return interval
-    return check_int("update_interval", interval, 1, "an int or an AutoWindow", _IF_INJECTED)
-
-
-def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect:
-    if isinstance(interval, AutoSelect):
-        return interval
-    if interval is None:
-        return 16 * (window.max_interval if isinstance(window, AutoWindow) else window)
-    kinds = "an int, an AutoSelect or None"
-    return check_int("select_interval", interval, 1, kinds, _IF_INJECTED)
-
-
-def _check_staleness(staleness: Any, window: int | AutoWindow, in_turn: bool) -> int | None:
-    """Returns the number of steps that an update waits; None means until the next boundary."""
-    staleness = check_int_or_none("staleness", staleness, 0, _IF_INJECTED)
-    if staleness is None:
-        return 1 if in_turn else window if isinstance(window, int) else None
-    if isinstance(window, AutoWindow) and staleness != 0:
-        raise ValueError(
-            f"`staleness` is {staleness}, but with an `AutoWindow` updates arrive at the next "
-            "boundary. Pass None or 0."
-        )
-    if isinstance(window, int) and staleness > window:
-        raise ValueError(f"`staleness` must be at most update_interval={window}, got {staleness}.")
-    return staleness
-
-
-def _share_or_none(name: str, value: Any) -> float | None:
-    return None if value is None else check_share(name, value, "a float or None", _IF_INJECTED)
 
 
 def check_send_gradients(value: Any) -> SendGradients:

@@ -1,13 +1,9 @@
 """A step's hyperparameters, and the step scalars that carry them to the host."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-
-from zenflow_jax._spec.leaf import LeafSpec
 
 #: The token of a step whose mail no engine has taken yet.
 USED = -1
@@ -34,6 +30,9 @@ class AdamScalars(NamedTuple):
         if lr_scale == 1:
             return self
         return self._replace(learning_rate=self.learning_rate * np.float32(lr_scale))
+
+
+_FLOATS = len(AdamScalars._fields) + 1
 
 
 class WindowStep(NamedTuple):
@@ -83,29 +82,30 @@ class StepFacts(NamedTuple):
     step: Any
     token: Any
     finite: Any  # whether the step counts: 1 or 0
+    statistics: Any = None  # float32, for an `AutoWindow`: `window_statistics`
 
 
 class StepScalars(NamedTuple):
     """A step's scalars in a few arrays, because each array costs a copy to host memory."""
 
-    floats: Any  # float32 (8,): AdamScalars, the clipping factor
+    floats: Any  # float32 (8 + statistics,): AdamScalars, the clipping factor, statistics
     ints: Any  # int32 (3,): step, token, whether the gradient was finite
-    statistics: Any = None  # float32 (1 + 2 leaves,), for `ScheduleState.add`; None if not needed
 
     @staticmethod
-    def sizes(specs: Sequence[LeafSpec], statistics: bool) -> list[tuple[int, np.dtype]]:
-        sizes = [(len(AdamScalars._fields) + 1, np.dtype(np.float32)), (3, np.dtype(np.int32))]
-        if statistics:
-            offloaded = sum(not spec.resident for spec in specs)
-            sizes.append((1 + 2 * offloaded, np.dtype(np.float32)))
-        return sizes
+    def sizes(statistics: int) -> list[tuple[int, np.dtype]]:
+        return [(_FLOATS + statistics, np.dtype(np.float32)), (3, np.dtype(np.int32))]
 
     @classmethod
-    def pack(cls, facts: StepFacts, statistics: jax.Array | None) -> "StepScalars":
+    def pack(cls, facts: StepFacts) -> "StepScalars":
         floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*facts.adam, facts.factor)])
+        if facts.statistics is not None:
+            floats = jnp.concatenate([floats, facts.statistics])
         ints = jnp.stack([facts.step, facts.token, facts.finite.astype(jnp.int32)])
-        return cls(floats, ints, statistics)
+        return cls(floats, ints)
 
     def unpack(self) -> StepFacts:
-        *adam, factor = self.floats.ravel()
-        return StepFacts(AdamScalars(*adam), factor, *self.ints.ravel())
+        floats = self.floats.ravel()
+        *adam, factor = floats[:_FLOATS]
+        return StepFacts(
+            AdamScalars(*adam), factor, *self.ints.ravel(), statistics=floats[_FLOATS:]
+        )

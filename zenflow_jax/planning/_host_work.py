@@ -53,7 +53,7 @@ def needs_of(
     """Returns the memory and traffic of an engine for this state."""
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
-    window, staleness = schedule.longest_window, schedule.staleness
+    window, staleness = schedule.window, schedule.staleness
     group_totals = np.zeros((schedule.groups, 8))
     specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
     early = within(specs, prefetch_bytes)
@@ -89,7 +89,7 @@ def needs_of(
         twice = np.tile(of_groups, 2)
         return max(twice[j : j + waiting].sum() for j in range(schedule.groups))
 
-    usual = schedule.window if isinstance(schedule.window, int) else 2
+    usual = 2 if schedule.auto_window else schedule.window
     return Needs(
         state=int(kept.sum() + counts.sum()),
         # Every open window may have two sums, and so may the windows that are being updated.
