@@ -183,20 +183,6 @@ def test_leaves_with_unsupported_dtypes_are_rejected_by_name(dtype):
             assert_told(lambda f=call: f(params), ValueError, f"['bad'][0] is {dtype}")
 
 
-SECOND_AXIS = {"first": jnp.ones((4, 64, 32)), "second": jnp.ones((64, 4, 32))}
-UNSTACKED = {
-    "embedding": jnp.ones((50, 64)),
-    "query": {"kernel": jnp.ones((64, 10, 16))},  # (embed, heads, width)
-    "router": jnp.ones((64, 16)),
-    "convolution": jnp.ones((3, 3, 30, 64)),
-    "pixels": jnp.ones((3, 64)),
-    "out": {"kernel": jnp.ones((10, 16, 64))},
-    "features": {"kernel": jnp.ones((10, 64))},
-    "mlp": jnp.ones((64, 256)),
-}
-SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64))}
-
-
 @pytest.mark.parametrize(
     ("tx", "params", "warning"),
     [
@@ -208,18 +194,6 @@ SCANNED = {"norm": {"scale": jnp.ones((18, 64))}, "kernel": jnp.ones((18, 64, 64
             PARAMS,
             "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` hides other",
         ),
-        (make(topk_ratio=0.05), SECOND_AXIS, "selects 1 of 4 channels along axis 1 of ['second']"),
-        (make(topk_ratio=0.05), SECOND_AXIS | {"more": jnp.ones((256, 1024))}, None),
-        (make(), SCANNED, "treats ['norm']['scale'] of shape (18, 64) as a matrix with 18 chan"),
-        (
-            make(),
-            [jnp.ones((6, 18, 64)), jnp.ones((6, 18, 9, 64))],
-            "treats [0] of shape (6, 18, 6",
-        ),
-        (make(), jax.tree.leaves(SCANNED) + [jnp.ones((64, 64))], "likewise"),
-        (make(resident=lambda _, x: x.shape[:-1] == (18,)), SCANNED, None),
-        (make(), UNSTACKED, None),
-        (make(resident=lambda path, _: "scale" in str(path[-1])), SCANNED, None),
     ],
 )
 def test_suspicious_leaves_raise_a_warning(caplog, tx, params, warning):

@@ -34,13 +34,7 @@ from zenflow_jax._spec.arguments import (
     check_transfer_dtype,
 )
 from zenflow_jax._spec.groups import assign_groups
-from zenflow_jax._spec.leaf_warnings import (
-    warn_if_all_resident,
-    warn_of_a_part,
-    warn_of_few_channels,
-    warn_of_stacked_vectors,
-)
-from zenflow_jax._spec.resolve import LeafRules, resolve_specs
+from zenflow_jax._spec.resolve import LeafRules, resolve_specs, warn_of_leaves
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
@@ -183,29 +177,15 @@ def zenflow(
     sending, mail_dtype = check_send_gradients(send_gradients), check_transfer_dtype(transfer_dtype)
     numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
     check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
-    check_selectors(channel_axis, resident, partition_replicated, mask)
-    rules = LeafRules(
-        topk_ratio,
-        channel_axis,
-        resident,
-        partition_replicated,
-        mail_dtype,
-        mask,
-        lr_scale,
-        param_shardings,
-    )
+    selectors = channel_axis, resident, partition_replicated
+    check_selectors(*selectors, mask)
+    rules = LeafRules(topk_ratio, *selectors, mail_dtype, mask, lr_scale, param_shardings)
     register_flax_serialization()
 
     def init(params: Any) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")
         specs = resolve_specs(params, rules)
-        if max_grad_norm is not None:
-            warn_of_a_part(params)
-        if topk_ratio < 1:
-            warn_if_all_resident(specs)
-            warn_of_few_channels(specs, topk_ratio)
-            if resident is None:
-                warn_of_stacked_vectors(specs)
+        warn_of_leaves(params, specs, offloads=topk_ratio < 1, clips=max_grad_norm is not None)
         specs, in_turn = assign_groups(specs, schedule)
         when = sending
         if sending.in_step and all(spec.resident for spec in specs):

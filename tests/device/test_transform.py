@@ -211,6 +211,16 @@ def test_the_device_keeps_a_leafs_selected_channels_or_all_channels(shape, optio
     assert bool(jax.tree.leaves(mail)) == (kept is not None)
 
 
+def test_a_printed_state_has_a_line_with_kind_and_share_for_each_leaf():
+    lines = repr(make(topk_ratio=0.25).init(NESTED)).splitlines()
+    assert [line.strip() for line in lines[2:-1]] == [
+        "['block']['bias'] float32[3], resident: wholly on the device",
+        "['block']['weight'] float32[4,3], offloaded: the device keeps 25%, 1 of 4 channels of "
+        "axis 0",
+        "['head'] float32[5,2], offloaded: the device keeps 40%, 2 of 5 channels of axis 0",
+    ]
+
+
 @pytest.mark.parametrize(
     ("dtype", "arrives", "clip"),
     [

@@ -4,19 +4,22 @@ Only this file calls the user's leaf functions.
 """
 
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 
 from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, check_memory, plain_name
 from zenflow_jax._spec.mesh import Placement, divide_blocks, explicit_axes, placement_of
 from zenflow_jax._spec.rules import round_up
 
+_logger = logging.getLogger("zenflow_jax")
 Path = tuple[Any, ...]  # a key path
 
 
@@ -161,3 +164,27 @@ def _spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
             f"of {kind} with the parameters' structure."
         ) from error
     return values
+
+
+def warn_of_leaves(params: Any, specs: Sequence[LeafSpec], *, offloads: bool, clips: bool) -> None:
+    """Warns about leaves that the user probably did not intend; `repr(state)` shows all leaves."""
+    if offloads and any(0 not in x.shape for x in specs) and all(x.resident for x in specs):
+        _logger.warning(
+            f"zenflow saves no memory: all {len(specs)} leaves stay on the device (the first is "
+            f"{specs[0].name or 'a bare array'} of shape {specs[0].shape}). It offloads only "
+            "leaves that have two or more axes and do not match `resident`. Leave out "
+            "`optax.flatten`, or change `resident` or `topk_ratio`."
+        )
+    nodes = jax.tree.leaves(params, is_leaf=_is_masked)
+    masked = sum(map(_is_masked, nodes))
+    if clips and masked:
+        _logger.warning(
+            "`max_grad_norm` clips by the norm of this `zenflow`'s leaves "
+            f"({len(nodes) - masked}). `optax.partition` or `optax.masked` hides other leaves "
+            f"({masked}). If these are trained, use `optax.clip_by_global_norm` before the "
+            "partition instead."
+        )
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
