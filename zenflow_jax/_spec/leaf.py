@@ -12,9 +12,9 @@ from jax.core import Tracer
 
 from zenflow_jax._spec.mesh import Placement
 
-#: Dtypes that a leaf may have. Wider dtypes would lose bits in float32 arithmetic; in float16, most
-#: gradients would underflow.
-DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
+#: Dtypes that a leaf may have. Wider dtypes would lose bits in float32 arithmetic. In float16, most
+#: gradients underflow unless the loss is scaled, and no 16 bits complete a weight to its master.
+DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,8 @@ def _resolve(path: Path, leaf: Any, rules: LeafRules, sharding: NamedSharding | 
         raise TypeError(f"{name} is not an array: {leaf!r}. {_KEEP_OUT}")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
         raise ValueError(
-            f"{name} is {leaf.dtype}; zenflow trains float32 and bfloat16. {_KEEP_OUT}"
+            f"{name} is {leaf.dtype}, but zenflow trains float32 and bfloat16. Cast weights in "
+            f"float16 to bfloat16. {_KEEP_OUT}"
         )
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     check_memory(name, leaf)
@@ -92,8 +93,8 @@ def _resolve(path: Path, leaf: Any, rules: LeafRules, sharding: NamedSharding | 
 
 
 _KEEP_OUT = (
-    "Cast other floats to bfloat16, and exclude all else with `optax.masked` or "
-    "`optax.partition`; for an nnx model, train `nnx.state(model, nnx.Param)`."
+    "Exclude it with `optax.masked` or `optax.partition`; for an nnx model, train "
+    "`nnx.state(model, nnx.Param)`."
 )
 
 
