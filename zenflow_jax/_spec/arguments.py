@@ -93,12 +93,12 @@ def check_schedule(
     )
 
 
-def check_send_gradients(value: Any) -> SendGradients:
+def check_send_gradients(value: str) -> SendGradients:
     check_one_of("send_gradients", value, [str(x) for x in SendGradients])
     return SendGradients(value)
 
 
-def check_transfer_dtype(dtype: Any) -> np.dtype | None:
+def check_transfer_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     """Returns the dtype that mail is cast to; None lets each leaf decide."""
     if dtype is None:
         return None
@@ -143,7 +143,9 @@ def check_numbers(**numbers: Any) -> None:
             raise ValueError("`max_grad_norm` must be above 0, or None for no clipping, got 0.")
 
 
-def check_selectors(channel_axis: Any, resident: Any, partition_replicated: Any, mask: Any) -> None:
+def check_selectors(
+    channel_axis: object, resident: object, partition_replicated: object, mask: object
+) -> None:
     if not callable(channel_axis):
         kinds = "an int or a function of (path, leaf)"
         check_int("channel_axis", channel_axis, None, kinds, _IF_INJECTED)
@@ -161,7 +163,7 @@ def check_selectors(channel_axis: Any, resident: Any, partition_replicated: Any,
         )
 
 
-def check_bool(name: str, value: Any, or_else: str = "") -> None:
+def check_bool(name: str, value: object, or_else: str = "") -> None:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be a bool{or_else}, got {value!r}. {_IF_INJECTED}")
 

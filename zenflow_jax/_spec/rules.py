@@ -4,7 +4,6 @@ import enum
 import math
 from collections.abc import Collection
 from numbers import Integral, Real
-from typing import Any
 
 import numpy as np
 
@@ -28,22 +27,22 @@ class SendGradients(enum.StrEnum):
 
 
 def check_int(
-    name: str, value: Any, minimum: int | None, kinds: str = "an int", remedy: str = ""
+    name: str, value: object, minimum: int | None, kinds: str = "an int", remedy: str = ""
 ) -> int:
     """Returns an int of at least `minimum`; `kinds` lists the accepted types for the error."""
     # To Python, a bool is an Integral; to users, it is not.
     if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
-    if minimum is not None and value < minimum:
+    if minimum is not None and int(value) < minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
     return int(value)
 
 
-def check_int_or_none(name: str, value: Any, minimum: int, remedy: str = "") -> int | None:
+def check_int_or_none(name: str, value: object, minimum: int, remedy: str = "") -> int | None:
     return None if value is None else check_int(name, value, minimum, "an int or None", remedy)
 
 
-def check_one_of(name: str, value: Any, choices: Collection[str]) -> None:
+def check_one_of(name: str, value: object, choices: Collection[str]) -> None:
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"`{name}` must be one of {listed}, got {value!r}.")
@@ -55,7 +54,7 @@ def round_up(share: float, count: int) -> int:
     return math.ceil(round(share * count, 6))
 
 
-def check_share(name: str, value: Any, kinds: str = "a float", remedy: str = "") -> float:
+def check_share(name: str, value: object, kinds: str = "a float", remedy: str = "") -> float:
     if not isinstance(value, Real) or isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
     if not 0 <= float(value) <= 1:

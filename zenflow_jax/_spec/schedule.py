@@ -8,7 +8,7 @@ device.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,9 @@ class Schedule:
     auto_window: AutoWindow | None = None
     auto_select: AutoSelect | None = None
 
-    def provisional_step(self, step: jax.Array, learning_rate: Any, counts: Any) -> jax.Array:
+    def provisional_step(
+        self, step: jax.Array, learning_rate: jax.typing.ArrayLike, counts: jax.Array
+    ) -> jax.Array:
         """Returns the float32 length of the provisional step; zero unless the step `counts`.
 
         A run's first step moves nothing, because weights may be loaded before it.
