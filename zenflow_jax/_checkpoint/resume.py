@@ -3,12 +3,12 @@
 Parameters, optimizer state and engine state must be from the same moment. Each engine draws a
 number, which all processes in the run share, and which determines the tokens in the optimizer's and
 the engine's state: if steps and tokens are equal, both are from the same moment. Parameters carry
-no token, so the engine's state contains a checksum of each parameter, its fingerprint.
+no token, so the engine's state contains their checksum.
 """
 
 import contextlib
 import secrets
-import weakref
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +24,6 @@ from zenflow_jax._checkpoint.tree import (
     options_of,
     place_of,
 )
-from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.state import ZenFlowState
@@ -66,7 +65,7 @@ class Joining:
         self._devices = devices_of(weights)
         self._problem: str | None = None
         # Before the block, because all processes must run this program.
-        self._sums = [] if engine_state is None else fingerprints(weights, self._specs)
+        self._params = 0 if engine_state is None else checksum(weights, self._specs)
 
     def __enter__(self) -> "Joining":
         return self
@@ -90,7 +89,7 @@ class Joining:
             return  # the whole state is in the optimizer state
         _check_selection(offloaded, self._state)
         before = _resume_host(worker, counts, self._saved["leaves"], offloaded)
-        self._problem = find_difference(counts, *self._moment, self._sums, self._specs)
+        self._problem = find_difference(counts, *self._moment, self._params)
         if self._problem is None:
             updates.note_channels(self._state.leaves)
             updates.resume(counts.pending, before)
@@ -215,45 +214,24 @@ def _number(number: float | int, rule: float = 0.0, share: float = 0.0) -> str:
     return words if rule == 0 else f"{words} (rule {rule:g}, share {text(share)})"
 
 
-def fingerprints_of_live_arrays(
-    weights: Sequence[weakref.ref[jax.Array]], specs: Sequence[LeafSpec], devices: Collection[Any]
-) -> np.ndarray:
-    """Returns all leaves' fingerprints, uint32; 0 for a parameter that any process has freed."""
-    arrays = [reference() for reference in weights]
-    alive = [x is not None and not x.is_deleted() for x in arrays]
-    if len({device.process_index for device in devices}) > 1:
-        # Other processes may have freed more, but all must run the same programs.
-        alive = np.all(list(gather(alive, devices).values()), axis=0)
-    known = {i: x for i, x in enumerate(arrays) if alive[i] and x is not None}
-    sums = np.zeros(len(specs), np.uint32)
-    sums[list(known)] = _as_saved(fingerprints([*known.values()], [specs[i] for i in known]))
-    return sums
+def checksum(weights: Sequence[jax.Array], specs: Sequence[LeafSpec]) -> int:
+    """Returns a positive checksum over all bits of the parameters, the same on any mesh."""
+    sums = np.array(jax.device_get(fingerprints(weights, specs)), np.uint32)
+    return (zlib.crc32(sums.tobytes()) & 0x7FFFFFFF) or 1
 
 
-def _as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
-    """Waits for fingerprints that are to be saved, and returns them with 0 replaced by 1."""
-    return np.maximum(np.array(jax.device_get(sums), np.uint32), 1)
-
-
-def find_difference(
-    counts: Counts, step: int, token: int, sums: Sequence[jax.Array], specs: Sequence[LeafSpec]
-) -> str | None:
+def find_difference(counts: Counts, step: int, token: int, params: int) -> str | None:
     """Describes how state or parameters differ from a saved engine's state; None if they match.
 
-    `sums` are the parameters' fingerprints; a 0 in `counts` matches any fingerprint.
+    `params` is the parameters' checksum; a saved 0 matches any.
     """
-    same = (counts.fingerprints == 0) | (counts.fingerprints == _as_saved(sums))
-    changed = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
     if (counts.step, counts.token) != (step, token):
         problem = (
             f"`engine_state` was saved after step {counts.step}, but `opt_state` after step "
             f"{step}{' of another run' if counts.step == step else ''}"
         )
-    elif changed:
-        problem = (
-            f"The values of {first_names(changed)} in `params` changed since `opt_state` and "
-            "`engine_state` were saved"
-        )
+    elif counts.params not in (0, params):
+        problem = "`params` differ from those with which `engine_state` was saved"
     else:
         return None
     return (
@@ -268,8 +246,7 @@ def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) 
     Waits for the other processes. Raises an error if any process has a `problem` or another state.
     """
     own = [secrets.randbits(31), int(problem is not None), step, token]
-    several = len({device.process_index for device in devices}) > 1
-    by_process = gather(own, devices) if several else {0: own}
+    by_process = gather(own, devices)
     if problem is not None:
         raise ValueError(problem)
     leader, first = min(by_process.items())
@@ -290,6 +267,8 @@ def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) 
 
 def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[int]]:
     """Gathers each process's values through the devices: jax has no other public way."""
+    if len({device.process_index for device in devices}) == 1:
+        return {jax.process_index(): list(values)}
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
     row = np.array([values], np.int32)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from zenflow_jax._checkpoint.resume import fingerprints_of_live_arrays
+from zenflow_jax._checkpoint.resume import checksum, gather
 from zenflow_jax._checkpoint.stored import write_state
 from zenflow_jax._checkpoint.tree import (
     SUMS,
@@ -100,12 +100,19 @@ class Saver:
             if not snapshot.done:
                 self._worker.pause(partial(snapshot.before_write, i))
 
+    def _checksum(self) -> int:
+        """Returns the parameters' checksum; 0 before the first step, or if any was freed."""
+        weights = [x for known in self._weights if (x := known()) is not None]
+        # Before the first step, other parameters may be loaded.
+        alive = self._progress.step > 0 and len(weights) == len(self._weights)
+        alive = alive and not any(x.is_deleted() for x in weights)
+        # Other processes may have freed more, but all must run the same programs.
+        if not all(known for (known,) in gather([alive], self._devices).values()):
+            return 0
+        return checksum(weights, [leaf.spec for leaf in self._abstract.leaves])
+
     def _stream(self, parts: Sequence[int], copy_bytes: int | None) -> "EngineStream":
         pending, progress, host = self._updates.wait(), self._progress, self._worker.host
-        specs = [leaf.spec for leaf in self._abstract.leaves]
-        fingerprints = np.zeros(len(specs), np.uint32)
-        if progress.step:  # before the first step, other parameters may be loaded
-            fingerprints = fingerprints_of_live_arrays(self._weights, specs, self._devices)
         counts = Counts(
             step=progress.step,
             open_steps=progress.open_steps,
@@ -115,7 +122,7 @@ class Saver:
             window_lengths=progress.window_lengths,
             schedule_state=progress.schedule_state,
             shares=progress.shares,
-            fingerprints=fingerprints,
+            params=self._checksum(),
             counted=[window.counted for window in host.open],
             windows=host.windows,
             skipped=self._worker.stats.skipped_steps,

@@ -27,7 +27,7 @@ from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_s
 SUMS = ("total", "squares")
 #: Arrays with a leaf's shape.
 WIDE = ("master", "mu", "nu", *SUMS)
-_NUMBERS = "step windows token skipped reselections open_steps counted pending".split()
+_NUMBERS = "step params windows token skipped reselections open_steps counted pending".split()
 
 
 def options_of(state: ZenFlowState) -> dict[str, Any]:
@@ -90,7 +90,6 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         counted=none,
         pending=[NONE for _ in none],
         shares=np.full(len(none), np.nan, np.float32),
-        fingerprints=np.zeros(len(state.leaves), np.uint32),
     )
     like = small_sharding(state)
     small = jax.tree.map(
@@ -121,7 +120,6 @@ def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
         **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
         "window_lengths": np.array(lengths, np.int32),
         "shares": np.array(counts.shares, np.float32),
-        "fingerprints": counts.fingerprints,
         "schedule_state": {
             name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
             for name, x in counts.schedule_state._asdict().items()
@@ -138,7 +136,6 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
         **{name: np.asarray(tree[name]).tolist() for name in _NUMBERS},
         window_lengths={i: n for i, n in lengths if n},
         shares=np.asarray(tree["shares"]),
-        fingerprints=np.asarray(tree["fingerprints"]),
         schedule_state=ScheduleState(**schedule_state),
     )
 

@@ -41,10 +41,10 @@ class Counts:
     counted: Sequence[int]  # steps that are in the sums
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
-    fingerprints: np.ndarray  # uint32, one for each leaf (`resume.py`); 0 before the first step
     step: int = 0
     windows: int = 0  # closed so far
     token: int = 0  # for the next step
+    params: int = 0  # the parameters' checksum (`resume.py`); 0 if it is unknown
     skipped: int = 0
     reselections: int = 0
     window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
