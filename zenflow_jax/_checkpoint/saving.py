@@ -5,6 +5,7 @@ the parts that this process saves, each named after its position in the leaf (se
 """
 
 import contextlib
+import dataclasses
 import operator
 import threading
 import weakref
@@ -24,21 +25,22 @@ from zenflow_jax._checkpoint.stored import write_state
 from zenflow_jax._checkpoint.tree import (
     SUMS,
     arrays_of_leaves,
+    encoded,
     place_of,
-    small_arrays,
     small_sharding,
 )
 from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of
-from zenflow_jax._exchange.progress import Counts, Lifecycle, Progress
+from zenflow_jax._exchange.progress import Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
 from zenflow_jax._host.numpy_kernel import Sums
 from zenflow_jax._host.state import HostLeaf
+from zenflow_jax._version import LAYOUT_NAME
 
 # The number of elements to assemble at once, if the formats in memory and in the file differ.
 _CHUNK = 1024 * 1024
@@ -113,19 +115,13 @@ class Saver:
 
     def _stream(self, parts: Sequence[int], copy_bytes: int | None) -> "EngineStream":
         pending, progress, host = self._updates.wait(), self._progress, self._worker.host
-        counts = Counts(
-            step=progress.step,
-            open_steps=progress.open_steps,
+        progress.schedule_state  # noqa: B018 - reads the last statistics into `run`
+        run = dataclasses.replace(
+            progress.run,
             pending=pending,
             token=self._tokens.number,
-            reselections=progress.reselections,
-            window_lengths=progress.window_lengths,
-            schedule_state=progress.schedule_state,
-            shares=progress.shares,
             params=self._checksum(),
             counted=[window.counted for window in host.open],
-            windows=host.windows,
-            skipped=self._worker.stats.skipped_steps,
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:
@@ -133,14 +129,15 @@ class Saver:
         places = {}
         for i in parts:
             part = self._offloaded.parts[i]
-            spec, counted = self._offloaded.specs[part.leaf], counts.counted[part.spec.group]
+            spec, counted = self._offloaded.specs[part.leaf], run.counted[part.spec.group]
             names = [name for name in arrays[part.leaf] if counted or name not in SUMS]
             places[i] = {name: place_of(name, part, spec) for name in names}
         adam = HostAdam(self._host_kernel, 1)
         stream = EngineStream(
             offloaded=self._offloaded,
             arrays=arrays,
-            small=small_arrays(counts, self._abstract),
+            moment=f"step {run.step}, token {run.token}",
+            small={LAYOUT_NAME: encoded(run, self._abstract)},
             everywhere=small_sharding(self._abstract),
             # A live view of a device's array would block its donation.
             before=[None if x is None else np.array(x) for x in self._updates.before],
@@ -239,7 +236,8 @@ class EngineStream:
 
     offloaded: OffloadedLeaves
     arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # for each offloaded leaf
-    small: Mapping[str, Any]  # counts and options, which are equal in all processes
+    moment: str  # equal in all processes, as is `small`
+    small: Mapping[str, np.ndarray]  # the run state
     everywhere: Any  # the sharding for arrays of `small`
     before: Sequence[np.ndarray | None]  # for each part, as in `Updates.before`
     adam: HostAdam  # sums mail, on the calling thread
@@ -263,9 +261,9 @@ class EngineStream:
             for i, arrays in enumerate(self.arrays)
         ]
         jax.block_until_ready(arrays_by_leaf)  # only CPUs copy synchronously
-        small = jax.tree.map(
-            lambda x: put_everywhere(x, x.shape, self.everywhere), dict(self.small)
-        )
+        small = {
+            name: put_everywhere(x, x.shape, self.everywhere) for name, x in self.small.items()
+        }
         self.written.set_result(None)
         return {"leaves": arrays_by_leaf, **small}
 
@@ -282,8 +280,9 @@ class EngineStream:
             for name in self.places[i]
             for chunk in self._elements(i, leaf, name)
         )
+        same = self.processes, self.moment, self.small, self.arrays
         with contextlib.closing(self):
-            write_state(folder, self.processes, self.small, self.arrays, tensors, chunks)
+            write_state(folder, *same, tensors, chunks)
             self.written.set_result(None)
 
     def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
