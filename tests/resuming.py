@@ -68,7 +68,8 @@ def run_of(engine_state: Any) -> dict[str, Any]:
 def without_tokens(tree: Any) -> Any:
     """Returns trees from `saved` without the tokens, which differ between engines."""
     params, state, engine_state = tree
-    run = {name: np.array(x) for name, x in run_of(engine_state).items() if name != "token"}
+    run = json.dumps(run_of(engine_state) | {"token": None})
+    run = np.frombuffer(run.encode(), np.uint8)
     return params, state._replace(token=None), (engine_state["leaves"], run)
 
 
@@ -119,7 +120,7 @@ def resume_by_orbax(training: Training, folder: Path, **engine: Any) -> Any:
 
 def assert_same_state(placed: Any, streamed: Any) -> None:
     """Checks that this process has the same parts of a state as the streamed state."""
-    assert run_of(placed) == run_of(streamed)
+    np.testing.assert_array_equal(placed[LAYOUT_NAME], streamed[LAYOUT_NAME])
     for shards, stored in zip(placed["leaves"], streamed["leaves"], strict=True):
         assert shards.keys() == stored.keys()
         for name in shards.keys() - {"total"}:  # missing in a window without a step

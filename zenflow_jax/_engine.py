@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax._checkpoint.resume import Joining
-from zenflow_jax._checkpoint.saving import EngineStream, Saver
+from zenflow_jax._checkpoint.saving import EngineSnapshot, Saver
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
@@ -300,13 +300,13 @@ class HostEngine:
         return self._saver.tree()
 
     @recorded("state")
-    def stream(self, copy_bytes: int | None = None) -> EngineStream:
-        """Returns the state as a stream that `EngineSave` writes while the run continues.
+    def snapshot(self, copy_bytes: int | None = None) -> EngineSnapshot:
+        """Returns the state at this moment, which `EngineSave` writes while the run continues.
 
         Write or close it, otherwise the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
         self._settle()
-        return self._saver.stream(copy_bytes)
+        return self._saver.snapshot(copy_bytes)
 
     @recorded("state")
     def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:

@@ -63,19 +63,18 @@ class Joining:
     def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array], engine_state: Any):
         self.number = 0  # known at the end
         self._state, self._saved = state, engine_state
-        self._specs = [leaf.spec for leaf in state.leaves]
         self._moment = int(read(state.step)), int(read(state.token))
         self._devices = devices_of(weights)
-        self._problem: str | None = None
         # Before the block, because all processes must run this program.
-        self._params = 0 if engine_state is None else checksum(weights, self._specs)
+        specs = [leaf.spec for leaf in state.leaves]
+        self._params = 0 if engine_state is None else checksum(weights, specs)
 
     def __enter__(self) -> "Joining":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
-            self.number = agree(self._problem, *self._moment, self._devices)
+            self.number = agree(None, *self._moment, self._devices)
         elif isinstance(error, Exception):
             with contextlib.suppress(ValueError):
                 agree(str(error), *self._moment, self._devices)
@@ -94,12 +93,28 @@ class Joining:
         worker.stats = dataclasses.replace(worker.stats, skipped_steps=skipped)
         if self._saved is None or not offloaded.specs:
             return  # without offloaded leaves, the whole state is in the optimizer state
+        _check_same_run(run, *self._moment, self._params)
         _check_selection(offloaded, self._state)
         before = _resume_host(worker.host, run, self._saved["leaves"], offloaded)
-        self._problem = find_difference(run, *self._moment, self._params)
-        if self._problem is None:
-            updates.note_channels(self._state.leaves)
-            updates.resume(run.pending, before)
+        updates.note_channels(self._state.leaves)
+        updates.resume(run.pending, before)
+
+
+def _check_same_run(run: RunState, step: int, token: int, params: int) -> None:
+    """Rejects optimizer state and parameters, by their checksum, from another moment."""
+    if (run.step, run.token) != (step, token):
+        problem = (
+            f"`engine_state` was saved after step {run.step}, but `opt_state` after step "
+            f"{step}{' of another run' if run.step == step else ''}"
+        )
+    elif run.params not in (0, params):
+        problem = "`params` differ from those with which `engine_state` was saved"
+    else:
+        return
+    raise ValueError(
+        f"{problem}. Save and restore parameters, optimizer state and engine state together, and "
+        "do not change them in between."
+    )
 
 
 def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
@@ -115,30 +130,25 @@ def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
 
 
 def _resume_host(
-    host: HostState,
-    run: RunState,
-    leaves: Sequence[Mapping[str, Any]],
-    offloaded: OffloadedLeaves,
+    host: HostState, run: RunState, leaves: Sequence[Mapping[str, Any]], offloaded: OffloadedLeaves
 ) -> list[np.ndarray]:
     """Copies saved arrays into a new host state's arrays, a part at a time.
 
     Returns each part's channels that were selected in the pending update's window.
     """
-    parts, specs = offloaded.parts, offloaded.specs
+
+    def saved(part: Part, *names: str) -> dict[str, np.ndarray]:
+        spec = offloaded.specs[part.leaf]
+        return {name: _piece(leaves[part.leaf], name, part, spec) for name in names}
 
     def arrays(part: Part) -> dict[str, np.ndarray]:
-        saved = leaves[part.leaf]
-        names = ["master", "mu", "nu", "steps"]
-        if run.counted[part.spec.group]:
-            names += SUMS
-        return {name: _piece(saved, name, part, specs[part.leaf]) for name in names}
+        sums = SUMS if run.counted[part.spec.group] else ()
+        return saved(part, "master", "mu", "nu", "steps", *sums)
 
-    host.resume(map(arrays, parts), run.counted, closed=sum(run.window_lengths))
+    host.resume(map(arrays, offloaded.parts), run.counted, closed=sum(run.window_lengths))
     return [
-        _piece(leaves[part.leaf], "before", part, specs[part.leaf])
-        if part.spec.k
-        else np.zeros((*part.spec.stack, 0), np.int32)
-        for part in parts
+        saved(part, "before")["before"] if part.spec.k else np.zeros((*part.spec.stack, 0), "i4")
+        for part in offloaded.parts
     ]
 
 
@@ -197,26 +207,6 @@ def checksum(weights: Sequence[jax.Array], specs: Sequence[LeafSpec]) -> int:
     return (zlib.crc32(sums.tobytes()) & 0x7FFFFFFF) or 1
 
 
-def find_difference(run: RunState, step: int, token: int, params: int) -> str | None:
-    """Describes how state or parameters differ from a saved engine's state; None if they match.
-
-    `params` is the parameters' checksum; a saved 0 matches any.
-    """
-    if (run.step, run.token) != (step, token):
-        problem = (
-            f"`engine_state` was saved after step {run.step}, but `opt_state` after step "
-            f"{step}{' of another run' if run.step == step else ''}"
-        )
-    elif run.params not in (0, params):
-        problem = "`params` differ from those with which `engine_state` was saved"
-    else:
-        return None
-    return (
-        f"{problem}. Save and restore parameters, optimizer state and engine state together, and "
-        "do not change them in between."
-    )
-
-
 def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) -> int:
     """Draws the run's number at random, and returns the same number in every process.
 
@@ -249,11 +239,8 @@ def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[in
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
     row = np.array([values], np.int32)
-    pieces: list[Any] = [
-        jax.device_put(row, device)
-        for device in ordered
-        if device.process_index == jax.process_index()
-    ]
+    here = [device for device in ordered if device.process_index == jax.process_index()]
+    pieces = [jax.device_put(row, device) for device in here]
     x = jax.make_array_from_single_device_arrays(
         (len(ordered), len(values)), NamedSharding(mesh, PartitionSpec("device")), pieces
     )

@@ -4,7 +4,6 @@ They use the safetensors format. The safetensors library can write only whole ar
 memory, which has no room for such copies during a save. `saving.py` describes the contents.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -24,11 +23,10 @@ from zenflow_jax._host.arrays import aligned_zeros
 #: The format name in the files' metadata. Change it when names or pieces change; the layout number
 #: (`_version.py`) covers the meaning of arrays.
 FORMAT = "zenflow_jax engine state"
-_DTYPES = {name: np.dtype(x) for name, x in (("F32", "f4"), ("I32", "i4"), ("U32", "u4"))}
+_KINDS: dict[str, Any] = dict(F32="f4", I32="i4", U32="u4", U8="u1")
 # For any optimizer's state, which `layerwise` saves.
-_DTYPES |= {name: np.dtype(x) for name, x in (("F16", "f2"), ("I16", "i2"), ("U16", "u2"))}
-_DTYPES |= {name: np.dtype(x) for name, x in (("I8", "i1"), ("U8", "u1"), ("BOOL", "?"))}
-_DTYPES["BF16"] = np.dtype(ml_dtypes.bfloat16)
+_KINDS |= dict(F16="f2", I16="i2", U16="u2", I8="i1", BOOL="?", BF16=ml_dtypes.bfloat16)
+_DTYPES = {name: np.dtype(kind) for name, kind in _KINDS.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The header's size is a multiple of this.
 _ALIGNMENT = 64
@@ -109,17 +107,13 @@ class _Tensor:
 
     def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
         """Reads a slice into `out`; rejects a deleted or replaced file."""
-        change = "deleted"
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            if _stamp(file.fileno()) == self.stamp:
-                np.copyto(out, np.memmap(file, self.dtype, "r", self.begin, self.shape)[index])
-                return
-            change = "overwritten"
-        raise (FileNotFoundError if change == "deleted" else ValueError)(
-            f"{self.path} was {change} after the engine's state was restored. Restore again, and "
-            "keep that checkpoint until the engine is created, because the engine reads the large "
-            "arrays."
-        )
+        with self.path.open("rb") as file:
+            if _stamp(file.fileno()) != self.stamp:
+                raise ValueError(
+                    f"{self.path} was overwritten after the engine's state was restored. Restore "
+                    "again, and keep the files until the engine is created, which reads them."
+                )
+            np.copyto(out, np.memmap(file, self.dtype, "r", self.begin, self.shape)[index])
 
 
 def _stamp(file: int) -> tuple[int, int]:
@@ -140,21 +134,14 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
         metadata = header.pop("__metadata__")
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its format is {metadata.get('format')}")
-        tensors = {
-            name: _Tensor(
-                path,
-                stamp,
-                8 + length + x["data_offsets"][0],
-                _DTYPES[x["dtype"]],
-                tuple(x["shape"]),
-            )
-            for name, x in header.items()
-        }
-        for name, x in tensors.items():
-            begin, end = header[name]["data_offsets"]
-            size = math.prod(x.shape) * x.dtype.itemsize
-            if end - begin != size or begin < 0 or 8 + length + end > stamp[0]:
+        tensors = {}
+        for name, x in header.items():
+            dtype, shape, (begin, end) = _DTYPES[x["dtype"]], tuple(x["shape"]), x["data_offsets"]
+            if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+                raise ValueError(f"the {end - begin} bytes of {name} do not match its shape")
+            if 8 + length + end > stamp[0]:
                 raise ValueError(f"its {stamp[0]} bytes do not contain all of {name}")
+            tensors[name] = _Tensor(path, stamp, 8 + length + begin, dtype, shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a complete engine state file: {error}. Use another checkpoint."
@@ -234,17 +221,14 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
 
 def _check_files(folder: Path, names: Collection[str], processes: int) -> None:
     expected = {file_name(i, processes) for i in range(processes)}
-    if missing := sorted(expected - set(names)):
-        problem = f"lacks {missing[0]}"
-    elif extra := sorted(set(names) - expected):
-        problem = f"also has {extra[0]}"
-    else:
-        return
-    raise (FileNotFoundError if missing else ValueError)(
-        f"{folder} {problem}: `EngineSave` writes one file for each of {processes} processes. Use "
-        "another checkpoint, or keep only the files of one save there. If another library saved "
-        "`engine.state()`, restore with that library."
-    )
+    missing, extra = sorted(expected - set(names)), sorted(set(names) - expected)
+    if missing or extra:
+        problem = f"lacks {missing[0]}" if missing else f"also has {extra[0]}"
+        raise (FileNotFoundError if missing else ValueError)(
+            f"{folder} {problem}: `EngineSave` writes one file for each of {processes} processes. "
+            "Use another checkpoint, or keep only the files of one save there. If another library "
+            "saved `engine.state()`, restore with that library."
+        )
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

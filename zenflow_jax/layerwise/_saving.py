@@ -55,7 +55,7 @@ def _kept(block: Block, bundle: Bundle) -> _Kept:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TrainerStream:
+class TrainerSnapshot:
     """A trainer's state at one moment, to be copied or written once, by any thread."""
 
     shapes: Sequence[Parts]  # of all trained leaves
@@ -77,7 +77,7 @@ class TrainerStream:
         return {"leaves": leaves, "counts": dict(self.counts), "layout": _layout()}
 
     def write(self, folder: Path) -> None:
-        """Writes this process's file into an existing folder, and closes the stream."""
+        """Writes this process's file into an existing folder, and closes the snapshot."""
         small = {"counts": self.counts, "layout": _layout()}
         moment = "step {step}, {counted} of them counted".format(**self.counts)
         leaves = [
