@@ -98,8 +98,6 @@ def test_a_run_cannot_be_started_from_its_settings_in_another_folder(tmp_path, m
         (["--train_epochs", "3", "--max_steps", "4"], "--epochs? unknown option --max-steps."),
         (["extra", "words"], "unexpected argument 'extra words'. Quote texts with spaces"),
         (["--qqq"], "unknown option --qqq. All options are in"),
-        (["--timeline", "x.bmp"], "`--timeline`: must be a file ending in"),
-        (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: needs steps with host"),
         (["--text-column", "body"], "`text_column`: must be text, since standard_library does not"),
         (["--corpus-megabytes", "1e-6"], "are too few for"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must be in [0, 1]"),

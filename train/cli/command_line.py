@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from train import CONFIGS, Failure, command_of
 from train.cli.arguments import did_you_mean, option, read_arguments
-from train.cli.settings import File, Settings, SettingsError, option_words
+from train.cli.settings import Settings, SettingsError, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -56,7 +56,6 @@ class Launch:
 class Start:
     """Start: options that are not keys in the TOML file."""
 
-    timeline: File | None = option(None, "Plot the last steps to a .png, .svg or .pdf file.")
     export: tuple[str, str] | None = option(
         None,
         "Write the weights from a checkpoint in --run to DIR; STEP is a number or best.",
@@ -64,14 +63,6 @@ class Start:
         metavar=("STEP", "DIR"),
         type=str,
     )
-
-    def __post_init__(self):
-        if self.timeline is not None:
-            path, endings = Path(self.timeline), (".png", ".svg", ".pdf")
-            if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
-                raise SettingsError(
-                    f"`--timeline`: must be a file ending in {', '.join(endings)}, but is {path}."
-                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 settings.toml         all settings, as a config file, with a copy of a chat template that it names
 metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
+timeline.png          where the last steps' time went (docs/timeline.md), with zenflow and offload
 summary.json          the values of the summary table; `best_step` is the step of the saved
                       weights, null without keep_best
 checkpoints/          the run's checkpoints, to resume from (`checkpoints/writing.py`)
@@ -18,14 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-import zenflow_jax
 from train import command_of
 from train.cli.settings import PAIRS
 from train.log.meter import Row
-from train.log.run_log import show
 from train.tasks.classification import by_index
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
@@ -89,17 +87,6 @@ def write_picture(
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(folder / "loss.png", dpi=120)
-
-
-def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
-    """Draws the last steps; an error is printed, not raised."""
-    if timeline.steps:
-        try:
-            zenflow_jax.plot_timeline(timeline, path)
-            line = f"timeline of the last steps: {path}"
-        except OSError as error:
-            line = f"the timeline cannot be written to {path}: {error}"
-        show(console, line)
 
 
 def command_of_use(model: Path, task: str) -> str | None:
