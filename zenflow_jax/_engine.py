@@ -275,7 +275,6 @@ class HostEngine:
         self._integrity.check(self._progress.step)
         with self._lifecycle.change(flushes=True):
             if arriving:
-                self._integrity.forget()
                 weights = self._updates.collect(taken.offloaded, arriving, state.step)
                 taken = taken.with_offloaded(weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
