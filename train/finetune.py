@@ -188,7 +188,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _execute(command: Command, arguments: Sequence[str]) -> int:
-    start = command.start
     if command.planning.plan:
         show_plan(command.settings, command.planning, arguments, Console())
         return 0
@@ -199,9 +198,9 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
     processes.join(command.launch)
     console = Console(quiet=not processes.is_first())
     say = partial(show, console)
-    if start.export is not None:
+    if command.export is not None:
         if processes.is_first():
-            checkpoint, target = start.export
+            checkpoint, target = command.export
             export(command.settings, checkpoint, Path(target), say)
         processes.leave()
         return 0

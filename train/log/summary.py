@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.table import Table
 
+import zenflow_jax
 from train import command_of
 from train.cli.settings import PAIRS
 from train.log.meter import Row
@@ -56,13 +57,16 @@ def completed_steps(folder: Path) -> int | None:
         return None
 
 
-def write_picture(
-    folder: Path, rows: Sequence[Row], validations: Validations, *, title: str, target: str
+def write_pictures(
+    folder: Path,
+    rows: Sequence[Row],
+    validations: Validations,
+    timeline: Sequence[Any],
+    *,
+    title: str,
+    target: str,
 ) -> None:
-    """Writes `loss.png`: the loss by step and, below it, the task's metrics.
-
-    A loss is in nats per `target`.
-    """
+    """Writes `timeline.png`, and `loss.png`: the loss, in nats per `target`, above the metrics."""
     from matplotlib.figure import Figure  # a third of the start-up time
     from matplotlib.ticker import MaxNLocator
 
@@ -87,6 +91,8 @@ def write_picture(
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(folder / "loss.png", dpi=120)
+    if any(span.kind == "step" for span in timeline):
+        zenflow_jax.plot_timeline(timeline, folder / "timeline.png")
 
 
 def command_of_use(model: Path, task: str) -> str | None:

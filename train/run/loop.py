@@ -26,7 +26,7 @@ from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job
 from train.run.training import LayerTraining, StepTraining
-from zenflow_jax import HostEngine, plot_timeline
+from zenflow_jax import HostEngine
 from zenflow_jax.planning import UnfitRunError
 
 
@@ -241,13 +241,10 @@ class Run:
             return
         title = f"{figures['optimizer']}, {figures['parameters'] / 1e6:.1f} M parameters"
         target = figures["target"]
-        summary.write_picture(
-            self.folder, self.log.rows, self.validations, title=title, target=target
-        )
         host = self.training.host
         timeline = host.timeline if isinstance(host, HostEngine) else []
-        if any(span.kind == "step" for span in timeline):
-            plot_timeline(timeline, self.folder / "timeline.png")
+        curves = self.log.rows, self.validations, timeline
+        summary.write_pictures(self.folder, *curves, title=title, target=target)
         # Last, because its existence means that all files are written.
         text = json.dumps(figures, indent=2) + "\n"
         write_text_atomically(self.folder / "summary.json", text)
