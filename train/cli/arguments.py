@@ -51,15 +51,13 @@ def option(
 def out_of_bounds(options: Any) -> Iterator[tuple[str, str]]:
     """Yields the name of each option that is out of bounds, with its bounds in words."""
     for spec in fields(options):
-        value, above, least = getattr(options, spec.name), *map(spec.metadata.get, _BOUNDS)
+        value = getattr(options, spec.name)
+        above, least = spec.metadata.get("above"), spec.metadata.get("least")
         if isinstance(value, int | float):
             if above is not None and not above < value < math.inf:
                 yield spec.name, f"a finite number above {above}"
             if least is not None and not least <= value < math.inf:
                 yield spec.name, f"a finite number of at least {least}"
-
-
-_BOUNDS = ("above", "least")
 
 
 def read_arguments(
