@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenflow_jax._checkpoint.resume import Joining, check_resumed
-from zenflow_jax._checkpoint.saving import EngineStream, Saver
+from zenflow_jax._checkpoint.resume import Joining
+from zenflow_jax._checkpoint.saving import EngineSnapshot, Saver
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
@@ -112,8 +112,7 @@ class HostEngine:
         state, weights = checks.checked(params, opt_state, engine_state is None)
         with Joining(state, weights, engine_state) as joining:
             check_gpus(devices_of(weights))
-            if engine_state is not None:
-                check_resumed(engine_state, state)
+            run = joining.run_state()
             offloaded = OffloadedLeaves.of(state, prefetch_bytes)
             check_pinned_memory(state, offloaded)
             # An engine state of jax arrays is already in pinned memory, and larger than mail.
@@ -124,10 +123,10 @@ class HostEngine:
             skipped = int(read(state.skipped_in_a_row))
             self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
             self._checker = checks.StateChecker(state, weights, offloaded)
-            self._progress = progress = Progress(state.schedule, offloaded)
+            self._progress = progress = Progress(state.schedule, offloaded, run)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
-            joining.resume(offloaded, worker, progress, updates)
+            joining.resume(run, offloaded, worker, updates)
             self._tokens = tokens = checks.Tokens(state)
             self._mailbox = Mailbox(worker, state, tokens)
             self._lifecycle = life = Lifecycle(progress, updates.pending)
@@ -231,7 +230,7 @@ class HostEngine:
     def _pass(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Counts a step of a run without offloaded leaves; returns the arguments."""
         state = self._checker.state(opt_state)
-        self._progress.step += 1
+        self._progress.run.step += 1
         self._read_counts()
         self._unread = _counts(state.step, state.skipped, state.skipped_in_a_row)
         return params, opt_state
@@ -303,13 +302,13 @@ class HostEngine:
         return self._saver.tree()
 
     @recorded("state")
-    def stream(self, copy_bytes: int | None = None) -> EngineStream:
-        """Returns the state as a stream that `EngineSave` writes while the run continues.
+    def snapshot(self, copy_bytes: int | None = None) -> EngineSnapshot:
+        """Returns the state at this moment, which `EngineSave` writes while the run continues.
 
         Write or close it, otherwise the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
         self._settle()
-        return self._saver.stream(copy_bytes)
+        return self._saver.snapshot(copy_bytes)
 
     @recorded("state")
     def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:

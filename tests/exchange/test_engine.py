@@ -251,17 +251,17 @@ def close_in_an_exception(engine):
 
 def close_after_a_failed_save(engine):
     with pytest.raises(FileNotFoundError):
-        engine.stream().write(Path("a folder that does not exist"))
+        engine.snapshot().write(Path("a folder that does not exist"))
     engine.close()
 
 
 def close_during_a_save(engine):
-    engine.stream()
+    engine.snapshot()
     engine.close()
 
 
 def close_after_an_unwritten_save(engine):
-    engine.stream().close()
+    engine.snapshot().close()
     engine.close()
 
 

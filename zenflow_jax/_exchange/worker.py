@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,6 @@ from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, Mail, Receiver
 from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
-from zenflow_jax._exchange.progress import Counts
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
@@ -37,8 +36,7 @@ class Worker:
     """Owns the thread and the host's arrays. `check` and open `done` futures raise its failures.
 
     Call `start` after everything that can fail in the owner, because a running thread keeps all
-    host arrays. Before `start`, and while the thread is idle, callers may use `host`, `resume` and
-    `leaves`.
+    host arrays. Before `start`, and while the thread is idle, callers may use `host` and `leaves`.
     """
 
     def __init__(
@@ -70,11 +68,6 @@ class Worker:
         # The thread must end before its modules are torn down.
         stop = weakref.WeakMethod(self.stop)
         atexit.register(lambda: (alive := stop()) and alive())
-
-    def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
-        """Resumes a saved run; see `HostState.resume`."""
-        self.host.resume(arrays, counts.counted, closed=counts.windows)
-        self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
     def post(self, item: Mail | Close) -> None:
         if not isinstance(item, Close):
