@@ -19,7 +19,7 @@ from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
-from zenflow_jax._diagnostics.timeline import Timeline, recorded
+from zenflow_jax._diagnostics.timeline import Span, recorded
 from zenflow_jax._exchange import checks
 from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
@@ -149,12 +149,15 @@ class HostEngine:
             stats,
             bytes_to_device=stats.bytes_to_device + self._updates.late_bytes,
             **self._progress.counts,
-            **self._worker.recorder.seconds(),
+            seconds=self._worker.recorder.seconds.copy(),
         )
 
     @property
-    def timeline(self) -> Timeline:
-        """Returns the timeline of this process's last few hundred steps, recorded in every run."""
+    def timeline(self) -> list[Span]:
+        """Returns this process's last few hundred steps as spans, for `plot_timeline`.
+
+        A span is a tuple (row, kind, step, start, end), with times of `time.perf_counter`.
+        """
         return self._worker.recorder.timeline()
 
     @recorded("exchange")
@@ -271,7 +274,6 @@ class HostEngine:
         self._integrity.check(self._progress.step)
         with self._lifecycle.change(flushes=True):
             if arriving:
-                self._integrity.forget()
                 weights = self._updates.collect(taken.offloaded, arriving, state.step)
                 taken = taken.with_offloaded(weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)

@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +59,7 @@ class Worker:
         self.closed = False  # whether the thread has been told to end
         self._failure: _Failure | None = None  # why the thread ended, unless it was closed
         self._where = "the first mail"  # the thread's current work, for messages
+        self._step = 0  # whose mail was taken in last
         # A daemon, so that a forgotten engine cannot keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
 
@@ -110,7 +110,11 @@ class Worker:
         False.
         """
         on_worker_thread = threading.current_thread() is self._thread
-        with self.recorder.meanwhile("wait for save") if on_worker_thread else nullcontext():
+        if on_worker_thread:
+            work = self.recorder.works_at("wait for save", self._step)
+            may_write = wait(lambda: self.closed)
+            self.recorder.works_at(*work)
+        else:
             may_write = wait(lambda: self.closed)
         if not may_write and not on_worker_thread:
             raise RuntimeError("the engine was closed")
@@ -193,7 +197,9 @@ class Worker:
             self._begin(item)
         else:
             with jax.profiler.TraceAnnotation("zenflow: take in mail"):
+                self._step = item.step
                 self.recorder.works_at("take in", item.step)
+                self.recorder.add("mail", "unread", item.step, item.arrived_at)
                 self._take_in(item)
             self._finish(item, None)
 
@@ -204,6 +210,7 @@ class Worker:
         return None if waits else first
 
     def _finish(self, message: Mail | Close, result: Any) -> None:
+        self.recorder.works_at(None)  # before others read the seconds
         message.done.set_result(result)
         with self._condition:
             self._messages.remove(message)
@@ -237,7 +244,7 @@ class Worker:
 
     def _begin(self, close: Close) -> None:
         close.merged_uploads.clear()
-        self.recorder.works_at("hand over" if close.chosen else "update", self.host.windows + 1)
+        self.recorder.works_at("hand over" if close.chosen else "update", self._step)
         window = self.host.close_window(close.group)
         if close.chosen:
             self._where = f"the hand-over after window {window.number}"
@@ -246,7 +253,7 @@ class Worker:
             # The caller now has the hand-over; the old arrays must not outlive it.
             close.leaving = close.chosen = ()
         where = f"the update of window {window.number}"
-        self._updates.append(_Update(window.number, self._make_update(close, window), where))
+        self._updates.append(_Update(self._step, self._make_update(close, window), where))
 
     def _hand_over(self, close: Close, window: ClosedWindow) -> list[list[Any]]:
         """Hands channels over; returns the result for `Close.entered`."""
@@ -287,17 +294,18 @@ class Worker:
         for name in self.host.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"
         if first:
-            self.recorder.works_at("wait for uploads", window.number)
+            step = self._updates[0].step
+            self.recorder.works_at("wait for uploads", step)
             # The next update writes to the source arrays.
             with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
                 jax.block_until_ready(uploads)
-            self.recorder.add("upload", "upload", first, window.number)
+            self.recorder.add("upload", "upload", step, first)
         self._count(bytes_to_device=nbytes(uploads))
         self._finish(close, uploads)
 
     def _continue_update(self) -> None:
         begun = self._updates[0]
-        self.recorder.works_at("update", begun.window)
+        self.recorder.works_at("update", begun.step)
         # Set again for each piece, because mail may have arrived in between.
         self._where = begun.where
         with jax.profiler.TraceAnnotation("zenflow: host update"):
@@ -336,6 +344,6 @@ class _Failure:
 
 @dataclass
 class _Update:
-    window: int  # its number
+    step: int  # the step that closed its window
     pieces: Iterator[str]  # yields the next piece's position, for error messages
     where: str

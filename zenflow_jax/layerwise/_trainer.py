@@ -197,8 +197,7 @@ class Trainer:
             bytes_to_host=self._dispatcher.bytes_to_host + self._updates.bytes_to_host,
             bytes_to_device=self._dispatcher.bytes_to_device + self._updates.bytes_to_device,
             pinned_bytes=sum(bytes_at_rest(self._blocks).values()),
-            exchange_s=self._step_s,
-            wait_s=self._dispatcher.wait_s,
+            seconds={"exchange": self._step_s, "wait for host": self._dispatcher.wait_s},
         )
 
     @property
