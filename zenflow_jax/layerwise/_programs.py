@@ -7,7 +7,6 @@ The weights' gradients of several micro-batches are added up in float32: each pr
 total so far and returns the new one, in the same memory.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,29 +113,38 @@ def trace_model(
     All arguments are `ShapeDtypeStruct`s; the structs of weights have shardings. The first entry in
     `trains` belongs to `outer`. `cache` contains layers that were traced before.
     """
-    with _noting("`first`", outer, batch):
-        made = jax.make_jaxpr(first, return_shape=True)(types_of(outer), batch)
-    _check_closure(made[0], "`first`")
-    if not (isinstance(made[1], tuple) and len(made[1]) == 2):
+    jit = partial(jax.jit, compiler_options=options)
+    _, made = _traced("`first`", first, types_of(outer), batch)
+    if not (isinstance(made, tuple) and len(made) == 2):
         raise TypeError(
-            f"`first` must return (carry, shared), but returned {_text(made[1])}. Return "
+            f"`first` must return (carry, shared), but returned {_text(made)}. Return "
             "`(carry, None)` if the layers share nothing."
         )
-    carry, shared = made[1]
+    carry, shared = made
     moving = _moving(first, types_of(outer), batch, carry, shared) if trains[0] else ()
     programs: list[LayerProgram] = []
     for i, (function, layer_weights) in enumerate(zip(layers, weights, strict=True)):
         key = function, trains[i + 1], moving, key_of(layer_weights), key_of((carry, shared))
         if key not in cache:
-            with _noting(f"layer {i}", carry, shared):
-                cache[key] = _trace_layer(
-                    function, layer_weights, carry, shared, moving, trains[i + 1], i, options
-                )
+            arguments = layer_weights, carry, shared, moving, trains[i + 1]
+            cache[key] = _trace_layer(f"layer {i}", function, *arguments, jit)
         programs.append(cache[key])
         carry = programs[-1].carry
-    with _noting("`last`", carry, batch):
-        closed, end = jax.make_jaxpr(last, return_shape=True)(types_of(outer), carry, batch)
-    _check_closure(closed, "`last`")
+    loss, read = _trace_last(last, types_of(outer), carry, batch)
+    leaves = jax.tree.leaves(outer)
+    return ModelProgram(
+        first=jit(first),
+        layers=programs,
+        loss=jit(loss),
+        last=_last_programs(loss, leaves, read if trains[0] else (), jit),
+        first_backward=_backward_programs(_pull_first(first, moving), leaves, False, jit),
+        moving=moving,
+    )
+
+
+def _trace_last(last: Callable, *args: Any) -> tuple[Callable, tuple[int, ...]]:
+    """Returns a function that returns loss and weight, and the outer weights that it reads."""
+    closed, end = _traced("`last`", last, *args)
     pair = end if isinstance(end, WeightedLoss) else (end, end)
     if [getattr(x, "shape", None) for x in pair] != [(), ()] or not _is_float(pair[0]):
         raise TypeError(
@@ -149,128 +157,99 @@ def trace_model(
         value, weight = result if isinstance(result, WeightedLoss) else (result, 1.0)
         return value, jnp.asarray(weight, jnp.float32)
 
-    leaves = jax.tree.leaves(outer)
     live = live_inputs(closed.jaxpr, [True] + [False] * (len(closed.out_avals) - 1))
-    read = tuple(i for i in range(len(leaves)) if i in live) if trains[0] else ()
+    return loss, tuple(i for i in range(len(jax.tree.leaves(args[0]))) if i in live)
 
-    def with_gradient(total: Any, outer: Any, carry: Any, moved: Any, batch: Any) -> Any:
-        floats, rebuild = _split_floats(carry)
-        parts, rebuild_outer = _split_at(outer, read)
 
-        def varied(parts: Any, floats: Any) -> tuple[jax.Array, jax.Array]:
-            return loss(rebuild_outer(parts), rebuild(floats), batch)
+def _last_programs(loss: Callable, outer: Sequence[Any], read: tuple[int, ...], jit: Any) -> Any:
+    """Returns `ModelProgram.last`."""
 
-        value, (g_outer, g) = jax.value_and_grad(varied, (0, 1), has_aux=True)(parts, floats)
-        made: list[Any] = [None] * len(leaves)
-        for i, x in zip(read, g_outer, strict=True):
-            made[i] = x
-        return value, made, g, [*map(jnp.zeros_like, moved)]
+    def only(total: Any, outer: Any, carry: Any, moved: Any, batch: Any) -> Any:
+        floats = [count + i for i in _float_places(carry)]
+        varied, parts = _varied(loss, (outer, carry, batch), (*read, *floats))
+        value, g = jax.value_and_grad(varied, has_aux=True)(parts)
+        made = dict(zip(read, g[: len(read)], strict=True))
+        total = [made.get(i) for i in range(count)]
+        return value, total, g[len(read) :], [*map(jnp.zeros_like, moved)]
 
-    def adding(total: Any, *args: Any) -> Any:
-        value, made, *others = with_gradient(total, *args)
-        return value, _add(made, total, value[1]), *others
+    def several(total: Any, *args: Any) -> Any:
+        value, made, *more = only(None, *args)
+        return value, _add(made, total, value[1]), *more
 
     @functools.cache
-    def last_with(*of_gradients: Any) -> tuple[Any, Any]:
-        where = None, [x if i in read else None for i, x in enumerate(outer_shardings)]
-        shardings = {"out_shardings": (*where, *map(list, of_gradients))}
-        jit: Any = partial(jax.jit, compiler_options=options, **shardings)
-        return jit(with_gradient), jit(adding, donate_argnums=_TOTAL)
+    def programs(*of_gradients: Any) -> tuple[Any, Any]:
+        shardings = {"out_shardings": (None, where, *map(list, of_gradients))}
+        return jit(only, **shardings), jit(several, donate_argnums=_TOTAL, **shardings)
 
-    def pull(outer: Any, g: Any, g_shared: Any, batch: Any) -> tuple[Any, Any]:
-        return jax.tree.leaves(_pull_first(first, moving, outer, g, g_shared, batch)), ()
-
-    outer_shardings = [*map(_on_device, leaves)]
-    return ModelProgram(
-        first=jax.jit(first, compiler_options=options),
-        layers=programs,
-        loss=jax.jit(loss, compiler_options=options),
-        last=last_with,
-        first_backward=_backward_programs(pull, leaves, False, options),
-        moving=moving,
-    )
+    count = len(outer)
+    where = [_on_device(x) if i in read else None for i, x in enumerate(outer)]
+    return programs
 
 
 def _trace_layer(
+    name: str,
     function: Callable,
     weights: Any,
     carry: Any,
     shared: Any,
     moving: tuple[int, ...],
     trains: bool,
-    number: int,
-    options: Options,
+    jit: Any,
 ) -> LayerProgram:
-    closed, new = jax.make_jaxpr(function, return_shape=True)(types_of(weights), carry, shared)
-    _check_closure(closed, f"layer {number}")
-    count, jaxpr = len(jax.tree.leaves(carry)), closed.jaxpr
-    begin = len(jax.tree.leaves(weights))
-    places = {id(x): i for i, x in enumerate(jaxpr.invars[begin : begin + count])}
+    closed, new = _traced(name, function, types_of(weights), carry, shared)
+    (shapes, treedef), jaxpr = jax.tree.flatten(carry), closed.jaxpr
+    begin, end = len(jax.tree.leaves(weights)), len(jax.tree.leaves((weights, carry)))
+    places = {id(x): i for i, x in enumerate(jaxpr.invars[begin:end])}
     passed = {i: places[id(x)] for i, x in enumerate(jaxpr.outvars) if id(x) in places}
+    floats = [begin + i for i in _float_places(carry)]
+    trained = range(begin if trains else 0)
+    varying = *trained, *floats, *(end + i for i in moving)
 
     def forward(weights: Any, carry: Any, shared: Any) -> list[jax.Array]:
         made = jax.tree.leaves(function(weights, carry, shared))
         return [x for i, x in enumerate(made) if i not in passed]
 
-    pull, leaves = _pull_of(function, carry, moving, trains), jax.tree.leaves(carry)
-    g, g_shared = floats_of(new), [jax.tree.leaves(shared)[i] for i in moving]
-    whole = partial(pull, range(count))
-    kept = tuple(_reads(whole, 3, types_of(weights), g, g_shared, leaves, shared))
-    same = [key_of(x) for x in g] == [key_of(x) for x in floats_of(carry)]
-    return LayerProgram(
-        forward=jax.jit(forward, compiler_options=options),
-        backward=_backward_programs(
-            partial(pull, kept),
-            jax.tree.leaves(weights) if trains else None,
-            same,
-            options,
-        ),
-        carry=new,
-        passed=passed,
-        kept=kept,
-    )
-
-
-def _pull_of(function: Callable, like: Any, moving: tuple[int, ...], trains: bool) -> Callable:
-    """Returns a layer's vector-Jacobian product, which recomputes the layer."""
-    shapes, treedef = jax.tree.flatten(like)
-
     def pull(
         kept: Sequence[int], weights: Any, g: Any, g_shared: Any, inputs: Any, shared: Any
     ) -> tuple[Any, Any]:
+        """Returns the layer's vector-Jacobian product; recomputes the layer."""
         known = dict(zip(kept, inputs, strict=True))
         leaves = [
             known[i] if i in known else jnp.zeros(x.shape, x.dtype, device=x.sharding)
             for i, x in enumerate(shapes)
         ]
-        floats, rebuild = _split_floats(jax.tree.unflatten(treedef, leaves))
-        parts, join = _split_at(shared, moving)
+        args = weights, treedef.unflatten(leaves), shared
+        varied, parts = _varied(lambda *args: floats_of(function(*args)), args, varying)
+        (made,) = jax.vjp(varied, parts)[1](g)
+        of_weights, made = made[: len(trained)], made[len(trained) :]
+        more = [a + b for a, b in zip(g_shared, made[len(floats) :], strict=True)]
+        return of_weights if trains else None, (made[: len(floats)], more)
 
-        def varied(weights: Any, floats: list[Any], parts: list[Any]) -> list[Any]:
-            return floats_of(function(weights, rebuild(floats), join(parts)))
+    g, g_shared = floats_of(new), [jax.tree.leaves(shared)[i] for i in moving]
+    whole = partial(pull, range(len(shapes)))
+    kept = tuple(_reads(whole, 3, types_of(weights), g, g_shared, shapes, shared))
+    same = [key_of(x) for x in g] == [key_of(x) for x in floats_of(carry)]
+    of_trained = jax.tree.leaves(weights) if trains else None
+    backward = _backward_programs(partial(pull, kept), of_trained, same, jit)
+    return LayerProgram(jit(forward), backward, new, passed, kept)
 
-        if trains:
-            g_weights, g, more = jax.vjp(varied, weights, floats, parts)[1](g)
-        else:
-            g_weights, (g, more) = None, jax.vjp(partial(varied, weights), floats, parts)[1](g)
-        g_weights = None if g_weights is None else jax.tree.leaves(g_weights)
-        return g_weights, (g, [a + b for a, b in zip(g_shared, more, strict=True)])
+
+def _pull_first(first: Callable, moving: tuple[int, ...]) -> Callable:
+    """Returns the vector-Jacobian product of `first`."""
+
+    def begin(outer: Any, batch: Any) -> list[Any]:
+        carry, shared = first(outer, batch)
+        return floats_of(carry) + [jax.tree.leaves(shared)[i] for i in moving]
+
+    def pull(outer: Any, g: Any, g_shared: Any, batch: Any) -> tuple[Any, Any]:
+        varied, parts = _varied(begin, (outer, batch), range(len(jax.tree.leaves(outer))))
+        return jax.vjp(varied, parts)[1]([*g, *g_shared])[0], ()
 
     return pull
 
 
-def _pull_first(
-    first: Callable, moving: tuple[int, ...], outer: Any, g: Any, g_shared: Any, batch: Any
-) -> Any:
-    def varied(outer: Any) -> Any:
-        carry, shared = first(outer, batch)
-        return floats_of(carry), _split_at(shared, moving)[0]
-
-    return jax.vjp(varied, outer)[1]((g, g_shared))[0]
-
-
 def _backward_programs(
-    pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, options: Options
+    pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, jit: Any
 ) -> Callable[..., Backward]:
     """Returns a function that returns programs for `pull`, as in `LayerProgram.backward`.
 
@@ -302,15 +281,11 @@ def _backward_programs(
 
     @functools.cache
     def programs(before: tuple, after: tuple, shared: tuple) -> Backward:
-        more = ([*after], [*shared]) if after else None
-        results: Any = (wheres, None), more
-        jit: Any = partial(jax.jit, backward, out_shardings=results, compiler_options=options)
+        results: Any = (wheres, None), ([*after], [*shared]) if after else None
         donated = (_G, _G_SHARED) if same and before == after else (_G_SHARED,) if after else ()
-        return Backward(
-            only=jit(donate_argnums=(_TOTAL, *donated)),
-            last=jit(donate_argnums=(_TOTAL, *donated) if is_float32 else donated),
-            other=jit(donate_argnums=(_TOTAL, *donated)),
-        )
+        with_total = jit(backward, out_shardings=results, donate_argnums=(_TOTAL, *donated))
+        last = jit(backward, out_shardings=results, donate_argnums=donated)
+        return Backward(with_total, with_total if is_float32 else last, with_total)
 
     return programs
 
@@ -329,8 +304,8 @@ def _moving(first: Callable, outer: Any, batch: Any, carry: Any, shared: Any) ->
     """Returns the leaves of `shared` whose gradients reach the outer weights."""
     floats = _float_places(shared)
     g_shared = [jax.tree.leaves(shared)[i] for i in floats]
-    pull = partial(_pull_first, first, floats)
-    return tuple(floats[i] for i in _reads(pull, 2, outer, floats_of(carry), g_shared, batch))
+    live = _reads(_pull_first(first, floats), 2, outer, floats_of(carry), g_shared, batch)
+    return tuple(floats[i] for i in live)
 
 
 def _reads(function: Callable, argument: int, *args: Any) -> list[int]:
@@ -345,25 +320,24 @@ def live_inputs(jaxpr: Any, outputs: Sequence[bool] | bool = True) -> set[int]:
     return {i for i, is_live in enumerate(dce_jaxpr(jaxpr, outputs)[1]) if is_live}
 
 
-def _split_floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Returns the float leaves of a tree, and a function that puts other values in their place."""
-    return _split_at(tree, _float_places(tree))
+def _varied(function: Callable, args: Any, places: Sequence[int]) -> tuple[Callable, list[Any]]:
+    """Returns a function of some leaves of its arguments, and these leaves."""
+    leaves, treedef = jax.tree.flatten(args)
+
+    def varied(parts: list[Any]) -> Any:
+        new = dict(enumerate(leaves)) | dict(zip(places, parts, strict=True))
+        return function(*treedef.unflatten(new.values()))
+
+    return varied, [leaves[i] for i in places]
 
 
-def _split_at(tree: Any, places: tuple[int, ...]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    leaves, treedef = jax.tree.flatten(tree)
-
-    def join(parts: list[Any]) -> Any:
-        new = leaves.copy()
-        for i, x in zip(places, parts, strict=True):
-            new[i] = x
-        return jax.tree.unflatten(treedef, new)
-
-    return [leaves[i] for i in places], join
-
-
-def _check_closure(closed: Any, name: str) -> None:
-    """Rejects weights that a function closes over, which would not be trained, and random keys."""
+def _traced(name: str, function: Callable, *args: Any) -> tuple[Any, Any]:
+    """Traces a function; rejects captured weights, which would not be trained, and random keys."""
+    try:
+        closed, result = jax.make_jaxpr(function, return_shape=True)(*args)
+    except Exception as error:
+        error.add_note(f"This happened in {name}, called with {' and '.join(map(_text, args))}.")
+        raise
     # The arrays that a function, or a jitted function inside it, closes over.
     for x in (x for jaxpr in jaxprs(closed) for x in getattr(jaxpr, "consts", ())):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -377,6 +351,7 @@ def _check_closure(closed: Any, name: str) -> None:
                 "be trained. Pass weights as arguments; pass constants in the batch, return them "
                 "from `first` in `shared`, or make them NumPy arrays or Python numbers."
             )
+    return closed, result
 
 
 def jaxprs(jaxpr: Any) -> Iterator[Any]:
@@ -386,16 +361,6 @@ def jaxprs(jaxpr: Any) -> Iterator[Any]:
         for inner in jax.tree.leaves(equation.params):
             if hasattr(inner, "eqns"):
                 yield from jaxprs(inner)
-
-
-@contextlib.contextmanager
-def _noting(name: str, *args: Any) -> Iterator[None]:
-    """Adds a function's arguments to its error."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"This happened in {name}, called with {' and '.join(map(_text, args))}.")
-        raise
 
 
 def _text(tree: Any) -> str:
