@@ -51,8 +51,9 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_and_bytes_on_the_bus_equal_a_trainers(name, updates):
     optimizer, per_parameter = OPTIMIZERS[name]
-    for inputs in ("device", "host"):
+    for inputs, in_flight_bytes in (("device", 5 * ONE), ("host", 12 * ONE)):
         options: Any = {"optimizer": optimizer, "updates": updates, "inputs": inputs}
+        options["in_flight_bytes"] = in_flight_bytes
         with layerwise.Trainer(params(), **MODEL, **options) as trainer:
             trainer.step(BATCH)
             trainer.wait()
@@ -65,7 +66,8 @@ def test_state_and_bytes_on_the_bus_equal_a_trainers(name, updates):
     sends = updates == "after_backward"
     inputs = LAYERS * BATCH.nbytes
     pinned = library.pinned_bytes(params(), optimizer, gradients=sends)
-    assert pinned == plan.pinned - inputs == stats.pinned_bytes + 2 * sends * plan.parameters
+    assert pinned == stats.pinned_bytes + 2 * sends * plan.parameters
+    assert plan.pinned - inputs == stats.pinned_bytes  # all gradients fit on the device
 
 
 def test_the_device_holds_three_layers_two_gradients_and_inputs_that_are_not_on_the_host():
@@ -81,9 +83,11 @@ def test_the_device_holds_three_layers_two_gradients_and_inputs_that_are_not_on_
     x = BATCH.nbytes
     assert on_host.device["layers' inputs"] == plan.device["layers' inputs"] - (LAYERS - 2) * x
     assert on_host.to_host - plan.to_host == on_host.to_device - plan.to_device == LAYERS * x
-    # "after_backward" keeps the gradients of all blocks in host memory.
+    # "after_backward" keeps the gradients of three blocks on the device, and of all others not.
     after = planned(in_flight_bytes=7 * ONE)
-    assert after.host["gradients, pinned"] == (1 + LAYERS) * ONE
+    assert after.host["gradients, pinned"] == (1 + LAYERS - 3) * ONE
+    assert after.device["updates in flight"] == 7 * ONE
+    assert after.device["gradients of weights"] == 3 * ONE
     # A sum over micro-batches is float32.
     several = planned(**options, micro_batches=4)
     assert several.device["gradients of weights"] == 4 * ONE
@@ -105,8 +109,10 @@ def test_a_step_takes_as_long_as_its_bottleneck_and_the_copies_that_nothing_hide
     # A layer's 10 bytes for each parameter that exceed half of those in flight arrive too late.
     some = planned(device=device, updates="during_backward", in_flight_bytes=6 * ONE)
     assert some.exposed_s == pytest.approx((1 + LAYERS) * (5 - 3) * ONE / 1e5)
-    # The second sweep fetches weights, gradients and state.
-    assert planned(device=device).exposed_s == pytest.approx((1 + LAYERS) * 7 * ONE / 1e5)
+    # The second sweep fetches weights and state, and the gradients that wait in host memory.
+    assert planned(device=device).exposed_s == pytest.approx((1 + LAYERS) * 6 * ONE / 1e5)
+    sent = planned(device=device, in_flight_bytes=0)
+    assert sent.exposed_s == pytest.approx((1 + LAYERS) * 7 * ONE / 1e5)
     # A larger batch hides the transfer of weights, but not of inputs, which grow with it.
     device = dataclasses.replace(slow, bus=1e5)
     assert planned(device=device, **all_hidden).compute_from is not None

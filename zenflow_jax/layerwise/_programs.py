@@ -9,14 +9,25 @@ total so far and returns the new one, in the same memory.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AxisType, NamedSharding
+
+from zenflow_jax.layerwise._tracing import (
+    float_places,
+    floats_of,
+    is_float,
+    key_of,
+    live_inputs,
+    reads,
+    text_of,
+    traced,
+    types_of,
+    varied_by,
+)
 
 Options = dict[str, Any] | None
 
@@ -114,10 +125,10 @@ def trace_model(
     `trains` belongs to `outer`. `cache` contains layers that were traced before.
     """
     jit = partial(jax.jit, compiler_options=options)
-    _, made = _traced("`first`", first, types_of(outer), batch)
+    _, made = traced("`first`", first, types_of(outer), batch)
     if not (isinstance(made, tuple) and len(made) == 2):
         raise TypeError(
-            f"`first` must return (carry, shared), but returned {_text(made)}. Return "
+            f"`first` must return (carry, shared), but returned {text_of(made)}. Return "
             "`(carry, None)` if the layers share nothing."
         )
     carry, shared = made
@@ -144,12 +155,12 @@ def trace_model(
 
 def _trace_last(last: Callable, *args: Any) -> tuple[Callable, tuple[int, ...]]:
     """Returns a function that returns loss and weight, and the outer weights that it reads."""
-    closed, end = _traced("`last`", last, *args)
+    closed, end = traced("`last`", last, *args)
     pair = end if isinstance(end, WeightedLoss) else (end, end)
-    if [getattr(x, "shape", None) for x in pair] != [(), ()] or not _is_float(pair[0]):
+    if [getattr(x, "shape", None) for x in pair] != [(), ()] or not is_float(pair[0]):
         raise TypeError(
             "`last` must return a float scalar as the loss, or a `layerwise.WeightedLoss`, but "
-            f"returned {_text(end)}."
+            f"returned {text_of(end)}."
         )
 
     def loss(outer: Any, carry: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -165,8 +176,8 @@ def _last_programs(loss: Callable, outer: Sequence[Any], read: tuple[int, ...], 
     """Returns `ModelProgram.last`."""
 
     def only(total: Any, outer: Any, carry: Any, moved: Any, batch: Any) -> Any:
-        floats = [count + i for i in _float_places(carry)]
-        varied, parts = _varied(loss, (outer, carry, batch), (*read, *floats))
+        floats = [count + i for i in float_places(carry)]
+        varied, parts = varied_by(loss, (outer, carry, batch), (*read, *floats))
         value, g = jax.value_and_grad(varied, has_aux=True)(parts)
         made = dict(zip(read, g[: len(read)], strict=True))
         total = [made.get(i) for i in range(count)]
@@ -196,12 +207,12 @@ def _trace_layer(
     trains: bool,
     jit: Any,
 ) -> LayerProgram:
-    closed, new = _traced(name, function, types_of(weights), carry, shared)
+    closed, new = traced(name, function, types_of(weights), carry, shared)
     (shapes, treedef), jaxpr = jax.tree.flatten(carry), closed.jaxpr
     begin, end = len(jax.tree.leaves(weights)), len(jax.tree.leaves((weights, carry)))
     places = {id(x): i for i, x in enumerate(jaxpr.invars[begin:end])}
     passed = {i: places[id(x)] for i, x in enumerate(jaxpr.outvars) if id(x) in places}
-    floats = [begin + i for i in _float_places(carry)]
+    floats = [begin + i for i in float_places(carry)]
     trained = range(begin if trains else 0)
     varying = *trained, *floats, *(end + i for i in moving)
 
@@ -219,7 +230,7 @@ def _trace_layer(
             for i, x in enumerate(shapes)
         ]
         args = weights, treedef.unflatten(leaves), shared
-        varied, parts = _varied(lambda *args: floats_of(function(*args)), args, varying)
+        varied, parts = varied_by(lambda *args: floats_of(function(*args)), args, varying)
         (made,) = jax.vjp(varied, parts)[1](g)
         of_weights, made = made[: len(trained)], made[len(trained) :]
         more = [a + b for a, b in zip(g_shared, made[len(floats) :], strict=True)]
@@ -227,7 +238,7 @@ def _trace_layer(
 
     g, g_shared = floats_of(new), [jax.tree.leaves(shared)[i] for i in moving]
     whole = partial(pull, range(len(shapes)))
-    kept = tuple(_reads(whole, 3, types_of(weights), g, g_shared, shapes, shared))
+    kept = tuple(reads(whole, 3, types_of(weights), g, g_shared, shapes, shared))
     same = [key_of(x) for x in g] == [key_of(x) for x in floats_of(carry)]
     of_trained = jax.tree.leaves(weights) if trains else None
     backward = _backward_programs(partial(pull, kept), of_trained, same, jit)
@@ -242,7 +253,7 @@ def _pull_first(first: Callable, moving: tuple[int, ...]) -> Callable:
         return floats_of(carry) + [jax.tree.leaves(shared)[i] for i in moving]
 
     def pull(outer: Any, g: Any, g_shared: Any, batch: Any) -> tuple[Any, Any]:
-        varied, parts = _varied(begin, (outer, batch), range(len(jax.tree.leaves(outer))))
+        varied, parts = varied_by(begin, (outer, batch), range(len(jax.tree.leaves(outer))))
         return jax.vjp(varied, parts)[1]([*g, *g_shared])[0], ()
 
     return pull
@@ -262,7 +273,7 @@ def _backward_programs(
         if g is None:
             return (None, jnp.float32(0)), more
         if weighing is None:
-            g = [x if y is None else x + y for x, y in _paired(g, total)]
+            g = _add(g, total)
         else:
             weight, weights_sum = weighing
             g = _add(g, total, weight)
@@ -290,124 +301,21 @@ def _backward_programs(
     return programs
 
 
-def _add(g: Sequence[Any], total: Any, weight: Any) -> list[Any]:
-    """Returns the float32 total of gradients with another micro-batch's gradient."""
-    new = [None if x is None else x.astype(jnp.float32) * weight for x in g]
-    return [x if y is None else x + y for x, y in _paired(new, total)]
-
-
-def _paired(g: Sequence[Any], total: Any) -> Iterator[tuple[Any, Any]]:
-    return zip(g, [None] * len(g) if total is None else total, strict=True)
+def _add(g: Sequence[Any], total: Any, weight: Any = None) -> list[Any]:
+    """Returns the total of gradients with another micro-batch's; weighted ones are float32."""
+    if weight is not None:
+        g = [None if x is None else x.astype(jnp.float32) * weight for x in g]
+    pairs = zip(g, [None] * len(g) if total is None else total, strict=True)
+    return [x if y is None else x + y for x, y in pairs]
 
 
 def _moving(first: Callable, outer: Any, batch: Any, carry: Any, shared: Any) -> tuple[int, ...]:
     """Returns the leaves of `shared` whose gradients reach the outer weights."""
-    floats = _float_places(shared)
+    floats = float_places(shared)
     g_shared = [jax.tree.leaves(shared)[i] for i in floats]
-    live = _reads(_pull_first(first, floats), 2, outer, floats_of(carry), g_shared, batch)
+    live = reads(_pull_first(first, floats), 2, outer, floats_of(carry), g_shared, batch)
     return tuple(floats[i] for i in live)
-
-
-def _reads(function: Callable, argument: int, *args: Any) -> list[int]:
-    """Returns the leaves of an argument that the results depend on."""
-    live = live_inputs(jax.make_jaxpr(function)(*args).jaxpr)
-    begin = len(jax.tree.leaves(args[:argument]))
-    return [i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live]
-
-
-def live_inputs(jaxpr: Any, outputs: Sequence[bool] | bool = True) -> set[int]:
-    """Returns the inputs that the chosen outputs depend on."""
-    return {i for i, is_live in enumerate(dce_jaxpr(jaxpr, outputs)[1]) if is_live}
-
-
-def _varied(function: Callable, args: Any, places: Sequence[int]) -> tuple[Callable, list[Any]]:
-    """Returns a function of some leaves of its arguments, and these leaves."""
-    leaves, treedef = jax.tree.flatten(args)
-
-    def varied(parts: list[Any]) -> Any:
-        new = dict(enumerate(leaves)) | dict(zip(places, parts, strict=True))
-        return function(*treedef.unflatten(new.values()))
-
-    return varied, [leaves[i] for i in places]
-
-
-def _traced(name: str, function: Callable, *args: Any) -> tuple[Any, Any]:
-    """Traces a function; rejects captured weights, which would not be trained, and random keys."""
-    try:
-        closed, result = jax.make_jaxpr(function, return_shape=True)(*args)
-    except Exception as error:
-        error.add_note(f"This happened in {name}, called with {' and '.join(map(_text, args))}.")
-        raise
-    # The arrays that a function, or a jitted function inside it, closes over.
-    for x in (x for jaxpr in jaxprs(closed) for x in getattr(jaxpr, "consts", ())):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            raise ValueError(
-                f"{name} uses a random key that is not among its arguments, so all steps would "
-                "draw the same numbers. Pass keys in the batch."
-            )
-        if isinstance(x, jax.Array) and _is_float(x):
-            raise ValueError(
-                f"{name} uses an array {_text(x)} that is not among its arguments, so it would not "
-                "be trained. Pass weights as arguments; pass constants in the batch, return them "
-                "from `first` in `shared`, or make them NumPy arrays or Python numbers."
-            )
-    return closed, result
-
-
-def jaxprs(jaxpr: Any) -> Iterator[Any]:
-    """Yields a jaxpr and all jaxprs inside it."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves(equation.params):
-            if hasattr(inner, "eqns"):
-                yield from jaxprs(inner)
-
-
-def _text(tree: Any) -> str:
-    return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
-
-
-def types_of(tree: Any) -> Any:
-    """Returns `shapes_of` with the shardings on explicit axes, which belong to an array's type."""
-
-    def type_of(x: Any, shape: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            return shape
-        if AxisType.Explicit not in sharding.mesh.axis_types:
-            return shape
-        return shape.update(sharding=NamedSharding(sharding.mesh, sharding.spec))
-
-    return jax.tree.map(type_of, tree, shapes_of(tree))
-
-
-def shapes_of(tree: Any) -> Any:
-    """Returns shapes without shardings; Python numbers keep weak types, so they adopt dtypes."""
-
-    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-        dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
-        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
-
-    return jax.tree.map(shape_of, tree)
 
 
 def _on_device(x: Any) -> Any:
     return x.sharding.with_memory_kind("device")
-
-
-def key_of(shapes: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(shapes)
-    return treedef, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)
-
-
-def floats_of(tree: Any) -> list[Any]:
-    """Returns the float leaves of a tree."""
-    return [x for x in jax.tree.leaves(tree) if _is_float(x)]
-
-
-def _float_places(tree: Any) -> tuple[int, ...]:
-    return tuple(i for i, x in enumerate(jax.tree.leaves(tree)) if _is_float(x))
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from zenflow_jax._spec.rules import check_one_of
-from zenflow_jax.layerwise._blocks import BlockMaker
+from zenflow_jax.layerwise._blocks import bundles_of
 from zenflow_jax.layerwise._optimizer import Updater, alone, flat
-from zenflow_jax.layerwise._programs import floats_of, shapes_of, trace_model
+from zenflow_jax.layerwise._programs import trace_model
+from zenflow_jax.layerwise._tracing import floats_of, shapes_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
-from zenflow_jax.layerwise._updates import AHEAD
+from zenflow_jax.layerwise._updates import AHEAD, gradients_kept
 from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._plans import TEMPORARIES, Plan, devices_of, nbytes_here, shares_of
 from zenflow_jax.planning._steps import nbytes, products
@@ -75,23 +76,34 @@ def plan_layerwise(
     options = [True] * len(trees), compiler_options, {}
     program = trace_model(first, functions, last, trees[0], trees[1:], shapes_of(batch), *options)
     at_once, on_host = updates == "during_backward", inputs == "host"
+    on_device = 0 if at_once else gradients_kept(w, in_flight)
     tracer, flight = _Tracer(shares_of(batch), compiles), in_flight if at_once else None
     flops, moved, inputs_bytes, peak = _follow(
-        program, trees, batch, tracer, parts=micro_batches, on_host=on_host, flight=flight
+        program,
+        trees,
+        batch,
+        tracer,
+        parts=micro_batches,
+        on_host=on_host,
+        flight=flight,
+        on_device=on_device,
     )
-    # Weights come for both passes. All arrays leave once. A second sweep also sends gradients and
-    # takes them back, with the weights, and nothing hides it.
-    sweep, kept = sum(w) * (not at_once), inputs_bytes * on_host
-    late = sum(max(x - in_flight // 2, 0) for x in u) if at_once else sum(u) + 2 * sweep
+    # Weights come for both passes. All arrays leave once. A second sweep also fetches the weights,
+    # and sends gradients and takes them back, and nothing hides it.
+    sent, kept = sum(w[on_device:]) * (not at_once), inputs_bytes * on_host
+    sweep = (sum(w) + sent) * (not at_once)
+    late = sum(max(x - in_flight // 2, 0) for x in u) if at_once else sum(u) + sweep
+    last = {"weights": w[0], "updates in flight": in_flight}
+    last["gradients of weights"] = sum(w[:on_device])
     devices = devices_of(jax.tree.leaves(trees))
     rate, usual_bytes = gpu.host_beside(devices)
-    host = {"weights and state, pinned": sum(w) + sum(u), "gradients, pinned": sweep}
+    host = {"weights and state, pinned": sum(w) + sum(u), "gradients, pinned": sent}
     host |= {"layers' inputs, pinned": kept}
     return Plan(
         gpu=gpu,
         devices=devices,
         parameters=sum(x.size for x in jax.tree.leaves(trees)),
-        device=max(peak, {"weights": w[0], "updates in flight": in_flight}, key=_total),
+        device=max(peak, last, key=_total),
         host={name: devices * x for name, x in host.items()},
         pinned=_total(host),
         checkpoint=sum(x.saved for x in blocks),
@@ -99,8 +111,8 @@ def plan_layerwise(
         host_bandwidth=rate,
         flops=flops + sum(x.flops for x in blocks),
         moved=moved,
-        to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + 2 * sweep + kept,
-        to_host=sum(w) + sum(u) + sweep + kept,
+        to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + sweep + kept,
+        to_host=sum(w) + sum(u) + sent + kept,
         growing=kept,
         exposed_s=late / gpu.bus,
     )
@@ -132,12 +144,11 @@ def _blocks_of(
 ) -> tuple[list[_Block], list[Any]]:
     """Returns the blocks, and the shapes of their weights."""
     updater = Updater(optimizer, None)
-    maker = BlockMaker(optimizer, updater, None)
 
     @functools.cache
     def block_of(treedef: Any, leaves: tuple[Any, ...]) -> _Block:
         shapes = [updater.shapes(treedef, i, x) for i, x in enumerate(leaves)]
-        bundles = [*maker._bundles(treedef, shapes)]
+        bundles = [*bundles_of(shapes, 0)]
         weights, flops = sum(x.weights_nbytes for x in bundles), 0.0
         for i, x in enumerate(leaves):
             tree = alone(treedef, i, jax.ShapeDtypeStruct(x.shape, jnp.float32))
@@ -196,11 +207,13 @@ def _follow(
     parts: int,
     on_host: bool,
     flight: int | None,
+    on_device: int,
 ) -> tuple[float, float, int, Mapping[str, int]]:
     """Returns a step's operations and bytes moved, the inputs' bytes, and the device's peak.
 
     The layers' inputs wait `on_host` or on the device. During the backward pass, `flight` bytes are
-    in flight for updates, unless these follow it (None). Python is `AHEAD` layers ahead.
+    in flight for updates, unless these follow it (None); then the gradients of the `on_device`
+    lowest blocks stay. Python is `AHEAD` layers ahead.
     """
     size, several, calls, peaks = tracer.size, parts > 1, [], []
     w = [size(x) for x in trees]
@@ -243,14 +256,14 @@ def _follow(
     outer = size(last.out[1])
     at(last, w[-1], outer, [kept[-AHEAD:] if on_host else kept, carry])
     for i in reversed(range(len(backward))):
-        leaving = w[i + 2 : i + 3 if flight is not None else i + 2 + AHEAD]
+        leaving = w[i + 2 : i + 3 if flight is not None else max(i + 2 + AHEAD, on_device)]
         alive = sum(w[max(i, 1) : i + 2]) + (sum(leaving) if flight is not None else 0)
         inputs = [kept[i if on_host else 0 : i + 1], floats_of(carries[i : i + 2])]
         at(backward[i], alive, outer + g[i + 1] + sum(leaving), inputs, flight or 0)
     backward_of = program.first_backward((), (), ())
     run = backward_of.other if several else backward_of.only
     end = tracer.call(run, last.out[1], weighing, trees[0], g_first, moving, batch)
-    at(end, 0, outer + g[0] + sum(w[1:2]), g_first, flight or 0)
+    at(end, 0, outer + g[0] + sum(w[1 : max(2, on_device)]), g_first, flight or 0)
     flops, moved = (parts * sum(x) for x in zip(*((c.flops, c.moved) for c in calls), strict=True))
     return flops, moved, parts * size(new), max(peaks, key=_total)
 
