@@ -98,8 +98,9 @@ def test_a_master_survives_a_weights_rounding():
 
 
 def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
-    limit = 0.7  # norms are at least 0.9
-    moves = {}
+    limit, moves = 0.7, {}  # norms are at least 0.9
+    whole = optax.chain(optax.clip_by_global_norm(limit), optax.sgd(1.0))
+    expected, _ = reference(whole, new_params(), BATCHES[:3])
     for updates in ("after_backward", "during_backward"):
         with layerwise.Trainer(
             new_params(), **MODEL, optimizer=optax.sgd(1.0), max_grad_norm=limit, updates=updates
@@ -109,20 +110,13 @@ def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
                 trainer.step(batch)
             after = trainer.params()
         moves[updates] = jax.tree.map(lambda x, y: x - y, after, before)
-        norm = float(optax.tree.norm(moves[updates]))
-        assert norm == pytest.approx(limit, rel=1e-5 if updates == "after_backward" else 0.3)
+        if updates == "after_backward":
+            check_close(after, expected)
+    assert float(optax.tree.norm(moves["during_backward"])) == pytest.approx(limit, rel=0.3)
     # A projection scales each layer by a number.
     for exact, projected in zip(*(x["layers"] for x in moves.values()), strict=True):
         ratio = float(optax.tree.norm(projected) / optax.tree.norm(exact))
         assert ratio == pytest.approx(1, abs=0.3)
-    whole = optax.chain(optax.clip_by_global_norm(limit), optax.sgd(1.0))
-    expected, _ = reference(whole, new_params(), BATCHES[:3])
-    with layerwise.Trainer(
-        new_params(), **MODEL, optimizer=optax.sgd(1.0), max_grad_norm=limit
-    ) as trainer:
-        for batch in BATCHES[:3]:
-            trainer.step(batch)
-        check_close(trainer.params(), expected)
 
 
 def test_without_clipping_both_orders_of_updates_and_any_bytes_in_flight_give_the_same_bits(

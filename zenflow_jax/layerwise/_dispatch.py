@@ -57,8 +57,9 @@ class _Pass:
             before, after = self.places.pop(), self.places[-1]
             program = self.program.layers[i - 1].backward(before, after, self.of_shared)
         total = None if i else self.total
-        runs = [*[program.other] * (len(self.batches) - 1), program.last]
-        for j, run in enumerate(runs if len(runs) > 1 else [program.only]):
+        final = len(self.batches) - 1
+        for j in range(final + 1):
+            run = program.last if j == final > 0 else program.other
             arguments = (inputs[j], self.shared[j]) if i else (self.batches[j],)
             (total, squares), more = run(
                 total, self.weighing[j], weights, self.g[j], self.g_shared[j], *arguments

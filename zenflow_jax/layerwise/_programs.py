@@ -53,7 +53,7 @@ class WeightedLoss(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """A program for the only micro-batch, for the last of several, and for all others.
+    """A program for the last of several micro-batches, and for all others, or the only one.
 
     (total, weighing, weights, g, g_shared, inputs, shared) -> (gradient, squares), (g, g_shared)
 
@@ -62,7 +62,6 @@ class Backward(NamedTuple):
     sum of squares, but None while micro-batches remain.
     """
 
-    only: Callable[..., Any]
     last: Callable[..., Any]
     other: Callable[..., Any]
 
@@ -296,7 +295,7 @@ def _backward_programs(
         donated = (_G, _G_SHARED) if same and before == after else (_G_SHARED,) if after else ()
         with_total = jit(backward, out_shardings=results, donate_argnums=(_TOTAL, *donated))
         last = jit(backward, out_shardings=results, donate_argnums=donated)
-        return Backward(with_total, with_total if is_float32 else last, with_total)
+        return Backward(with_total if is_float32 else last, with_total)
 
     return programs
 

@@ -77,9 +77,8 @@ class Trainer:
             weights.
 
     Raises:
-        ValueError: If an argument is out of range, `state` belongs to another model or optimizer,
-            or `optimizer` mixes leaves or draws random numbers; in `step`, if a function uses a
-            float array or a random key that is not among its arguments.
+        ValueError: If `state` belongs to another model or optimizer, or `optimizer` mixes leaves or
+            draws random numbers; in `step`, if a function captures a float array or a random key.
         TypeError: If `params` have a different structure, or are not floats, or `optimizer` needs
             more arguments; in `step`, if the functions do not fit together.
 
@@ -197,12 +196,8 @@ class Trainer:
     def step(self, *batches: Any) -> jax.Array:
         """Takes one step, and returns its loss without waiting for it.
 
-        Args:
-            batches: A batch, which is any tree of arrays, or several micro-batches with equal
-                shapes. In each direction, weights are fetched once for all micro-batches.
-
-        Returns:
-            A float32 scalar: the weighted mean loss of the micro-batches.
+        `batches` are a batch, which is any tree of arrays, or several micro-batches with equal
+        shapes, for which weights are fetched once. The loss is their weighted mean, in float32.
 
         Raises:
             RuntimeError: If the trainer is closed or was interrupted.
@@ -247,9 +242,9 @@ class Trainer:
         return self._dispatcher.evaluate(self._dispatcher.program(batch), batch, last)
 
     def params(self) -> dict[str, Any]:
-        """Returns the weights after the last step, in the structure of the constructor's `params`.
+        """Returns the weights after the last step, like the constructor's `params`.
 
-        The arrays never change. Large ones are in pinned host memory. Waits for the last step.
+        The arrays never change. Large ones are in pinned host memory.
         """
         self.wait()
         outer, *layers = (x.treedef.unflatten(x.weights()) for x in self._blocks)

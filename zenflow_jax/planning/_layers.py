@@ -242,8 +242,7 @@ def _follow(
             ahead = tracer.call(layer.forward, weights, carry, shared)
             end = floats_of(_carry_after(layer, ahead, carry))
             places = map(_shardings, (end, floats_of(carry), moving))
-            backward_of = layer.backward(*places)
-            run = backward_of.other if several else backward_of.only
+            run = layer.backward(*places).other
             arguments = sums[i + 1], weighing, weights, end, moving, kept[i], shared
             kinds[kind] = ahead, tracer.call(run, *arguments)
         carries.append(carry := _carry_after(layer, kinds[kind][0], carry))
@@ -260,8 +259,7 @@ def _follow(
         alive = sum(w[max(i, 1) : i + 2]) + (sum(leaving) if flight is not None else 0)
         inputs = [kept[i if on_host else 0 : i + 1], floats_of(carries[i : i + 2])]
         at(backward[i], alive, outer + g[i + 1] + sum(leaving), inputs, flight or 0)
-    backward_of = program.first_backward((), (), ())
-    run = backward_of.other if several else backward_of.only
+    run = program.first_backward((), (), ()).other
     end = tracer.call(run, last.out[1], weighing, trees[0], g_first, moving, batch)
     at(end, 0, outer + g[0] + sum(w[1 : max(2, on_device)]), g_first, flight or 0)
     flops, moved = (parts * sum(x) for x in zip(*((c.flops, c.moved) for c in calls), strict=True))
