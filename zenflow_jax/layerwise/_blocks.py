@@ -39,6 +39,7 @@ class Bundle:
     nbytes: int  # of the large arrays, and of the weights among them, on one device
     weights_nbytes: int
     arrays: list[jax.Array] = dataclasses.field(default_factory=list)  # the current ones, `flat`
+    program: Any = None  # `Updater.update`, because a look-up takes as long as a call
 
     @property
     def weights(self) -> list[jax.Array]:
@@ -67,6 +68,8 @@ class Block:
     def __post_init__(self) -> None:
         self.shapes = [x for bundle in self.bundles for x in bundle.shapes]
         self.weights_nbytes = sum(bundle.weights_nbytes for bundle in self.bundles)
+        for bundle in self.bundles if self.trains else ():
+            bundle.program = self.updater.update(self.treedef, bundle.places, bundle.shapes)
 
     def weights(self) -> list[jax.Array]:
         return [x for bundle in self.bundles for x in bundle.weights]
@@ -87,8 +90,7 @@ class Block:
 
         The large arrays are donated, and their copies in host memory may still be on their way.
         """
-        program = self.updater.update(self.treedef, bundle.places, bundle.shapes)
-        new, report = program(gradients, control, bundle.number, *arrays)
+        new, report = bundle.program(gradients, control, bundle.number, *arrays)
         bundle.arrays = large_moved(new, HOST)
         return report
 
