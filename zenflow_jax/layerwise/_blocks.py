@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._device.memory import HOST
@@ -98,7 +97,6 @@ class Block:
 def make_blocks(
     params: Any,
     frozen: Collection[int | str],
-    optimizer: optax.GradientTransformation,
     updater: Updater,
     saved: Any,
     *,
@@ -119,13 +117,8 @@ def make_blocks(
     checked, number, fits = set[Any](), 0, True
     for key, name, tree in itertools.chain([("outer", "outer", params["outer"])], named):
         trains = key not in frozen
-        block, given = _described(name, tree, updater, number, trains=trains)
+        block, given = _described(name, tree, updater, number, checked, trains=trains)
         made.append(block)
-        kind = block.treedef, tuple((x.weight.shape, x.weight.dtype) for x in block.shapes)
-        if trains and block.shapes and kind not in checked:
-            weights = block.treedef.unflatten(x.weight for x in block.shapes)
-            check_separable(optimizer, name, weights)
-            checked.add(kind)
         number += trains * len(given)
         try:
             if fits:
@@ -145,13 +138,17 @@ def make_blocks(
 
 
 def _described(
-    name: str, tree: Any, updater: Updater, number: int, *, trains: bool
+    name: str, tree: Any, updater: Updater, number: int, checked: set[Any], *, trains: bool
 ) -> tuple[Block, list[Any]]:
-    """Returns a block without arrays, and the user's leaves."""
+    """Returns a block without arrays, and the user's leaves; `checked` are kinds of trees."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths, given = [leaf_name(name, path) for path, _ in pairs], [x for _, x in pairs]
     weights = [*map(_shape_of, paths, given)]
     shapes, names = [Parts(x, ()) for x in weights], [(path,) for path in paths]
+    kind = treedef, tuple((x.shape, x.dtype) for x in weights)
+    if trains and weights and kind not in checked:
+        check_separable(updater.optimizer, name, treedef.unflatten(weights))
+        checked.add(kind)
     if trains:
         leaves = [(treedef, i, x) for i, x in enumerate(weights)]
         shapes = [updater.shapes(*leaf) for leaf in leaves]

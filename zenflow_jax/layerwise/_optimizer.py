@@ -66,7 +66,7 @@ class Updater:
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, options: dict[str, Any] | None):
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._jit: Any = partial(jax.jit, compiler_options=options)
         cached = self._state, self._init, self._update, self._masters
         self.state, self.init, self.update, self.masters = map(functools.cache, cached)
@@ -74,7 +74,7 @@ class Updater:
     def _state(self, treedef: Any, place: int, shape: tuple[int, ...]) -> Any:
         """Returns the shapes of a leaf's optimizer state, as the optimizer's tree."""
         tree = alone(treedef, place, jax.ShapeDtypeStruct(shape, jnp.float32))
-        return jax.eval_shape(self._optimizer.init, tree)
+        return jax.eval_shape(self.optimizer.init, tree)
 
     def shapes(self, treedef: Any, place: int, leaf: Any) -> Parts:
         """Returns the shapes of a leaf's arrays, with shardings on the devices of `leaf`."""
@@ -101,7 +101,7 @@ class Updater:
             if not shape.others:  # frozen, or an optimizer without state
                 return Parts(new, ())
             master = weight.astype(jnp.float32)
-            state = self._optimizer.init(alone(treedef, place, master))
+            state = self.optimizer.init(alone(treedef, place, master))
             return Parts(new, (*_rest(master, weight), *jax.tree.leaves(state)))
 
         def init(weights: Sequence[Any]) -> list[Any]:
@@ -144,7 +144,7 @@ class Updater:
         params = alone(treedef, place, _master(leaf))
         state = self.state_of(treedef, place, leaf)
         g = alone(treedef, place, gradient.astype(jnp.float32) * factor)
-        change, state = self._optimizer.update(g, state, params)
+        change, state = self.optimizer.update(g, state, params)
         (master,) = jax.tree.leaves(optax.apply_updates(params, change))
         weight = _rounded(master, leaf.weight.dtype)
         return Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))

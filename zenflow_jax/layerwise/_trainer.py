@@ -131,8 +131,7 @@ class Trainer:
         saved = None if state is None else SavedState(state)
         counts: Mapping[str, Any] = {} if saved is None else saved.counts
         self._updater = Updater(optimizer, compiler_options)
-        making = optimizer, self._updater, saved
-        blocks = make_blocks(params, frozen, *making, gradients=not at_once)
+        blocks = make_blocks(params, frozen, self._updater, saved, gradients=not at_once)
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Copies between device and host memory, which start without a program or a wait."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,8 +36,9 @@ def moved(tree: Any, kind: str) -> Any:
 
 def large_moved(arrays: Sequence[jax.Array], kind: str) -> list[jax.Array]:
     """Starts to copy the large arrays to a memory kind; returns all arrays."""
-    copies = iter(moved([x for x in arrays if is_large(x)], kind))
-    return [next(copies) if is_large(x) else x for x in arrays]
+    large = [*map(is_large, arrays)]
+    copies = iter(moved([*itertools.compress(arrays, large)], kind))
+    return [next(copies) if moves else x for x, moves in zip(arrays, large, strict=True)]
 
 
 def _shards_moved(x: jax.Array, kind: str) -> jax.Array:

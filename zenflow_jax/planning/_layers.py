@@ -93,8 +93,8 @@ def plan_layerwise(
     sent, kept = sum(w[on_device:]) * (not at_once), inputs_bytes * on_host
     sweep = (sum(w) + sent) * (not at_once)
     late = sum(max(x - in_flight // 2, 0) for x in u) if at_once else sum(u) + sweep
-    last = {"weights": w[0], "updates in flight": in_flight}
-    last["gradients of weights"] = sum(w[:on_device])
+    second_sweep: dict[str, int] = {"weights": w[0], "updates in flight": in_flight}
+    second_sweep["gradients of weights"] = sum(w[:on_device])
     devices = devices_of(jax.tree.leaves(trees))
     rate, usual_bytes = gpu.host_beside(devices)
     host = {"weights and state, pinned": sum(w) + sum(u), "gradients, pinned": sent}
@@ -103,7 +103,7 @@ def plan_layerwise(
         gpu=gpu,
         devices=devices,
         parameters=sum(x.size for x in jax.tree.leaves(trees)),
-        device=max(peak, last, key=_total),
+        device=max(peak, second_sweep, key=_total),
         host={name: devices * x for name, x in host.items()},
         pinned=_total(host),
         checkpoint=sum(x.saved for x in blocks),
