@@ -49,7 +49,7 @@ def new_snapshot(blocks: Sequence[Block], kept_bytes: int) -> Snapshot:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TrainerStream:
+class TrainerSnapshot:
     """A trainer's state at one moment, to be copied or written once, by any thread."""
 
     shapes: Sequence[Parts]  # of all trained leaves
@@ -71,8 +71,9 @@ class TrainerStream:
         return {"leaves": leaves, "counts": dict(self.counts), "layout": dict(_LAYOUT)}
 
     def write(self, folder: Path) -> None:
-        """Writes this process's file into an existing folder, and closes the stream."""
+        """Writes this process's file into an existing folder, and closes the snapshot."""
         small = {"counts": self.counts, "layout": _LAYOUT}
+        moment = "step {step}, {counted} of them counted".format(**self.counts)
         leaves: list[dict[str, jax.ShapeDtypeStruct]] = [{} for _ in self.shapes]
         tensors: dict[str, tuple[Any, Sequence[int]]] = {}
         for number, leaf in enumerate(self.shapes):
@@ -83,7 +84,7 @@ class TrainerStream:
                     tensors[f"leaves/{number}/{name}@{start}"] = x.dtype, shape
                     tensors[f"checksums/{number}/{name}/{start}"] = np.dtype(np.uint32), ()
         with contextlib.closing(self):
-            write_state(folder, self.processes, small, leaves, tensors, self._chunks())
+            write_state(folder, self.processes, moment, small, leaves, tensors, self._chunks())
 
     def _arrays(self) -> Iterator[tuple[int, str, jax.Array]]:
         for begin, kept in self.snapshot.leaves():
