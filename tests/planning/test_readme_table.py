@@ -64,7 +64,7 @@ def planned(tmp_path, monkeypatch):
         words = shlex.split(command.replace(model, str(tmp_path)))
         machine = ["--device", DEVICES[gpu], "--host-memory", memory]
         run = read_command_line([*words, *machine, *options], program="zenflow-plan")
-        return script_planning.plan_run(run.settings, run.planning).plan
+        return script_planning.plan_run(run.settings, run.planning, chosen=True, say=print).plan
 
     return plan
 

@@ -13,7 +13,6 @@ from zenflow_jax.planning._gpus import EFFICIENCY as EFFICIENCY
 from zenflow_jax.planning._gpus import GPUS as GPUS
 from zenflow_jax.planning._gpus import Gpu as Gpu
 from zenflow_jax.planning._gpus import gpu_here as gpu_here
-from zenflow_jax.planning._gpus import gpu_of_kind as gpu_of_kind
 from zenflow_jax.planning._layers import pinned_bytes as pinned_bytes
 from zenflow_jax.planning._layers import plan_layerwise as plan_layerwise
 from zenflow_jax.planning._plans import DEFAULT_FRACTION as DEFAULT_FRACTION

@@ -1,10 +1,10 @@
-"""The memory that an engine needs on host and device, and how busy the host is.
+"""The memory that an engine needs on host and device, and its traffic.
 
 States may consist of shapes. Host memory limits the speed of updates, so work is counted in bytes.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,14 +37,12 @@ class Needs(NamedTuple):
     uploads: int  # updates that wait to be merged; limited by `prefetch_bytes`
     late: int  # the largest group's other updates, uploaded at a boundary, not during a step
     under_way: int  # gradients of the previous step, until they are on the host
-    # Bytes that the host reads and writes. The device writes mail, and the update reads it; an
-    # update also reads and writes masters and moments; an upload reads the new weights.
-    busiest: float  # for the largest group's update, and for mail that arrives during the update
-    steps: int  # the number of steps that this work may take
-    mean: float  # per step, on average
-    late_mean: float  # bytes that the loop waits for at boundaries, per step, on average
-    to_host: float  # bytes of mail per step
-    to_device: float  # bytes of uploads per step, on average
+    # Means per step. The device writes mail, and the update reads it; an update also reads and
+    # writes masters and moments; an upload reads the new weights.
+    work: float  # bytes that the host reads and writes
+    late_mean: float  # bytes that the loop waits for at boundaries
+    to_host: float  # bytes of mail
+    to_device: float  # bytes of uploads
 
 
 def needs_of(
@@ -53,23 +51,25 @@ def needs_of(
     """Returns the memory and traffic of an engine for this state."""
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
-    window, staleness = schedule.longest_window, schedule.staleness
-    group_totals = np.zeros((schedule.groups, 8))
+    window, groups = schedule.longest_window, schedule.groups
+    totals = np.zeros((groups, 8))
     specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
     early = within(specs, prefetch_bytes)
     for leaf, part in ((i, x) for i, spec in enumerate(specs) for x in spec.ranges):
-        size, entries = math.prod(part.shape), math.prod(part.stack)
-        group_totals[part.group] += (
+        size, entries, mail = math.prod(part.shape), math.prod(part.stack), part.mail_dtype.itemsize
+        masters = sum(x.itemsize for x in Masters.zeros((0,), part.dtype).arrays)
+        shape, upload = part.view4(part.n), size * part.dtype.itemsize
+        totals[part.group] += (
             size,
-            _state_bytes(part.view4(part.n), part.dtype, compact),
+            math.prod(shape) * masters + bytes_of_moments(shape, compact=compact),
             entries * (part.n + part.k) * np.dtype(np.int32).itemsize,
             math.prod(part.selected_shape) * 3 * _FLOAT32,
-            size * part.mail_dtype.itemsize,
-            size * part.mail_dtype.itemsize * (part.copies if sending.in_step else 1),
-            size * part.dtype.itemsize,
-            size * part.dtype.itemsize * ((leaf, part.start) not in early),
+            size * mail,
+            size * mail * (part.copies if sending.in_step else 1),
+            upload,
+            upload * ((leaf, part.start) not in early),
         )
-    size, kept, counts, selected, mail, sent, upload, late = group_totals.T
+    size, kept, counts, selected, mail, sent, upload, late = totals.T
     read = mail * window
     # Without scaling, an update first sums its gradients, because its only gradient is their mean.
     added_up = most_kept(state) > MAILS_KEPT or not (schedule.window_scaling or window == 1)
@@ -78,16 +78,11 @@ def needs_of(
         # update.
         passes = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
         read = read + 4 * _FLOAT32 * passes * size
-    updates, arriving = 2 * kept + upload + read, mail.sum()
-    # Even without staleness, an update has the time of one step, during which the loop waits.
-    steps = window if staleness is None else max(staleness, 1)
-    # If groups take turns, this many updates wait at once; otherwise, only one does.
-    waiting = min(staleness or 1, schedule.groups)
 
     def most(of_groups: np.ndarray) -> float:
-        """Returns the maximum over groups whose updates wait at once."""
-        twice = np.tile(of_groups, 2)
-        return max(twice[j : j + waiting].sum() for j in range(schedule.groups))
+        """Returns the maximum over groups whose updates wait at once, if they take turns."""
+        waiting, twice = min(schedule.staleness or 1, groups), np.tile(of_groups, 2)
+        return max(twice[j : j + waiting].sum() for j in range(groups))
 
     usual = schedule.window if isinstance(schedule.window, int) else 2
     return Needs(
@@ -99,16 +94,9 @@ def needs_of(
         saving=int(size.sum()),
         uploads=int(most(upload - late)),
         late=int(late.max()),
-        under_way=0 if sending.in_step else int(arriving),
-        busiest=float(updates.max() + arriving * steps),
-        steps=steps,
-        mean=float(updates.sum() / window + arriving),
+        under_way=0 if sending.in_step else int(mail.sum()),
+        work=float((2 * kept + upload + read).sum() / window + mail.sum()),
         late_mean=float(late.sum() / window),
         to_host=float(sent.sum()),
         to_device=float(upload.sum() / usual),
     )
-
-
-def _state_bytes(shape: tuple[int, int, int, int], dtype: Any, compact: bool) -> int:
-    masters = sum(x.itemsize for x in Masters.zeros((0,), dtype).arrays)
-    return math.prod(shape) * masters + bytes_of_moments(shape, compact=compact)

@@ -20,31 +20,27 @@ INSTALL = 'pip install "jax[cuda12]"'
 def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
     """Returns a mesh of GPUs in one node, to compile a step for; the GPUs need not exist.
 
-    Args:
-        gpu: A key of `GPUS`.
-        sizes: The size of each axis.
-
-    Raises:
-        RuntimeError: If jax's CUDA plugin is not installed.
+    `gpu` is a key of `GPUS`, and `sizes` has each axis' size. Raises a `RuntimeError` without jax's
+    CUDA plugin.
 
     Examples:
         >>> mesh = described_mesh("h100", {"data": 8})  # doctest: +SKIP
         >>> shapes = placed((params, opt_state, batch), mesh)  # doctest: +SKIP
         >>> peak = peak_bytes(step.lower(*shapes).compile())  # doctest: +SKIP
     """
-    count = math.prod(sizes.values())
+    options = {
+        "target_config": GPUS[gpu].description,
+        "topology": f"1x1x{math.prod(sizes.values())}",
+    }
     try:
-        topology = topologies.get_topology_desc(
-            gpu, "cuda", target_config=GPUS[gpu].description, topology=f"1x1x{count}"
-        )
+        topology = topologies.get_topology_desc(gpu, "cuda", **options)
     # The exception depends on the missing part: the plugin, its libraries, or a wrong version.
     except Exception as error:  # noqa: BLE001
         raise RuntimeError(
             "Compiling for a GPU needs jax's CUDA plugin: "
             f"{str(error).splitlines()[0][:200]}. Install it: {INSTALL}."
         ) from error
-    devices = np.array(topology.devices).reshape(tuple(sizes.values()))
-    return Mesh(devices, tuple(sizes))
+    return Mesh(np.array(topology.devices).reshape(*sizes.values()), tuple(sizes))
 
 
 @functools.cache
@@ -60,8 +56,7 @@ def has_compiler() -> bool:
 def placed(tree: Any, mesh: Mesh) -> Any:
     """Returns shapes on the mesh, with their own sharding or replicated.
 
-    A described device has no host memory for arguments. A step does not read mail, so jit drops
-    this argument, and its placement does not matter.
+    A described device has no host memory for mail, but jit drops this argument: no step reads it.
     """
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
@@ -108,10 +103,8 @@ def products(jaxpr: Any) -> tuple[float, float]:
             flops += 2.0 * slower * size * _TERMS[name](equation)
             moved += sum(nbytes(x.aval) for x in (*equation.invars, *equation.outvars))
         rounds = equation.params["length"] if name == "scan" else 1
-        for inner in jaxprs_in_params(equation.params):
-            inner_flops, inner_moved = products(inner)
-            flops += rounds * inner_flops
-            moved += rounds * inner_moved
+        for inner in map(products, jaxprs_in_params(equation.params)):
+            flops, moved = flops + rounds * inner[0], moved + rounds * inner[1]
     return flops, moved
 
 
@@ -121,11 +114,8 @@ def nbytes(x: Any) -> int:
 
 
 def _dot_terms(equation: Any) -> int:
-    shape, ((contracted, _), _) = (
-        equation.invars[0].aval.shape,
-        equation.params["dimension_numbers"],
-    )
-    return math.prod(shape[i] for i in contracted)
+    contracted = equation.params["dimension_numbers"][0][0]
+    return math.prod(equation.invars[0].aval.shape[i] for i in contracted)
 
 
 def _convolution_terms(equation: Any) -> int:
@@ -134,7 +124,7 @@ def _convolution_terms(equation: Any) -> int:
 
 
 def _ragged_dot_terms(equation: Any) -> int:
-    """Counts the products of all rows with all groups, which XLA for GPUs computes (to 0.11.2)."""
+    # XLA computes products of all rows with all groups on GPUs (jax 0.10.2 to 0.11.2).
     numbers, shape = equation.params["ragged_dot_dimension_numbers"], equation.invars[0].aval.shape
     contracted = numbers.dot_dimension_numbers[0][0]
     # The weights' gradient contracts all rows, and its result has an axis of groups.
