@@ -119,8 +119,7 @@ def show_plan(
 ) -> None:
     """Shows what the run would need, or all ways to run it unless `arguments` choose one."""
     from train.plan import report
-    from train.plan.planning import plan_run
-    from zenflow_jax.planning import has_compiler
+    from train.plan.planning import has_compiler, plan_run
 
     if has_compiler():
         console.print(

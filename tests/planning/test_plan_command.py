@@ -32,7 +32,7 @@ def planner_of_run():
 
 @pytest.fixture
 def planner(monkeypatch):
-    monkeypatch.setattr(library, "has_compiler", lambda: False)
+    monkeypatch.setattr(planning, "has_compiler", lambda: False)
     planner = planner_of_run()
     monkeypatch.setattr(planner, "_machine", {"host_capacity_bytes": 10**12})
     monkeypatch.setattr(planning, "_Planner", lambda *_: planner)
@@ -136,7 +136,7 @@ def test_other_ways_are_planned_if_the_chosen_one_does_not_fit(planner, monkeypa
 
 
 def test_the_command_plans_a_chosen_way_from_config_json_alone(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(library, "has_compiler", lambda: False)
+    monkeypatch.setattr(planning, "has_compiler", lambda: False)
     shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
     run = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere"]
     run += ["--device", "a100", "--host-memory", "64", "--stream", "weights", "--optimizer", "muon"]

@@ -9,7 +9,6 @@ import pytest
 
 from train.cli.command_line import read_command_line
 from train.plan import planning as script_planning
-from zenflow_jax import planning
 from zenflow_jax.planning import GPUS, HOST_RESERVE, MAX_FRACTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_scripts_run")]
@@ -56,7 +55,7 @@ def test_all_rows_are_read():
 @pytest.fixture
 def planned(tmp_path, monkeypatch):
     """Returns a function that plans a row, with more options."""
-    monkeypatch.setattr(planning, "has_compiler", lambda: False)
+    monkeypatch.setattr(script_planning, "has_compiler", lambda: False)
 
     def plan(row, *options):
         gpu, memory, command, model = row[:4]

@@ -81,7 +81,7 @@ class _Planner:
         local = planning.gpu_here()
         kinds = [name for name, gpu in planning.GPUS.items() if gpu is local]
         self._device = options.device or (kinds[0] if kinds else "h100")
-        self._compiles = planning.has_compiler()
+        self._compiles = has_compiler()
         self._mesh = mesh_of(settings.mesh, self._device, described=self._compiles)
         host = options.host_memory and int(options.host_memory * 1e9)
         if host is None and planning.GPUS[self._device] is local:
@@ -127,26 +127,26 @@ class _Planner:
             inputs=run.layer_inputs,
             device=self._device,
             compiles=compiles,
-            compiler_options=_OPTIONS if compiles else None,
         )
         return dataclasses.replace(plan, **self._machine)
 
     def way(self, settings: StepSettings, name: str) -> Way:
         """Plans a way, with settings that save the memory that it lacks."""
         run = dataclasses.replace(settings, **_DEFAULTS | WAYS[name])
-        while saving := _saving(run, (plan := self.plan(run)).short, plan.by):
+        while saving := _saving(run, (plan := self.plan(run))):
             run = dataclasses.replace(run, **saving)
         values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
         changes = {name: x for name, x in values.items() if getattr(settings, name) != x}
         return Way(name, {"optimizer": run.optimizer} | changes, run, plan)
 
 
-def _saving(run: StepSettings, short: Mapping[str, int], by: str) -> Mapping[str, Any]:
+def _saving(run: StepSettings, plan: planning.Plan) -> Mapping[str, Any]:
     """Returns a setting that saves memory that is short; none if there is no other."""
+    short = plan.short
     if "device" in short and run.stream == "weights":
         return {"layer_inputs": "host"} if run.layer_inputs == "device" else {}
     if "device" in short:  # only a compiler counts activations
-        return {} if run.remat or by == "shapes" else {"remat": True}
+        return {} if run.remat or planning.TEMPORARIES not in plan.device else {"remat": True}
     if "host" in short and run.has_engine and run.host_state == "float32":
         return {"host_state": "compact"}
     return {}
@@ -175,6 +175,16 @@ def plan_run(
         return bool(way.plan.short), float(f"{way.plan.step_s:.2g}")  # as they are shown
 
     return RunPlan(settings, own, sorted(ways.values(), key=order))
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Returns whether steps can be compiled for GPUs that this machine does not have."""
+    try:
+        planning.described_mesh("h100", {"data": 1})
+    except RuntimeError:
+        return False
+    return True
 
 
 def compiled_peak(planned: PlannedStep) -> int:
@@ -308,8 +318,13 @@ def _state_shapes(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
     """Returns a state with moments sharded like their parameters, and the rest `everywhere`."""
 
     def placed(x: Any, p: Any) -> Any:
-        # Factored moments have fewer axes than their parameters.
-        return _shape_at(x, p.sharding if x.ndim == p.ndim else everywhere)
+        # Factored moments have fewer axes than their parameters, and scales of compact ones may be
+        # too few to share.
+        try:
+            fits = x.ndim == p.ndim and p.sharding.shard_shape(x.shape) is not None
+        except ValueError:
+            fits = False
+        return _shape_at(x, p.sharding if fits else everywhere)
 
     return optax.tree.map_params(
         tx,

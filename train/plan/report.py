@@ -69,7 +69,7 @@ def _table_of_plan(plan: planning.Plan, settings: StepSettings) -> Table:
 
 
 def _table_of_ways(ways: Sequence[Way]) -> Table:
-    table = Table("", "way", "updates", "device, GB", "host, GB", "a step, s", "short")
+    table = Table("", "way", "updates", "GPU, GB", "RAM, GB", "s per step", "short")
     for i, way in enumerate(ways):
         plan, takes = way.plan, i == 0 and not way.plan.short
         table.add_row(
@@ -91,9 +91,9 @@ def _table_of_ways(ways: Sequence[Way]) -> Table:
 def updates_of(run: StepSettings) -> str:
     """Returns how the updates differ from those of AdamW in float32."""
     differences = {
-        "most are late": run.optimizer == "zenflow",
+        "late": run.optimizer == "zenflow",
         "8-bit moments": run.host_state == "compact",
-        "clipping is estimated": run.layer_updates == "during_backward" and run.max_grad_norm,
+        "clipping estimated": run.layer_updates == "during_backward" and run.max_grad_norm,
     }
     return ", ".join(text for text, differs in differences.items() if differs) or "exact"
 
@@ -141,7 +141,7 @@ def missing(ways: Sequence[Way]) -> str:
 
 def verdict(plan: planning.Plan) -> str:
     """Returns whether the run fits, and what it lacks."""
-    without = "" if plan.by == "compiler" else " without gradients and activations"
+    without = "" if planning.TEMPORARIES in plan.device else " without gradients and activations"
     rest = gb(planning.HOST_RESERVE)
     device = f"{gb(plan.device_bytes)}{without}, jax has {gb(plan.device_capacity_bytes)}"
     host = f"{gb(plan.host_bytes)} plus {rest} for everything else, has "

@@ -1,12 +1,8 @@
-"""The GPUs that a plan supports, with the sources of their numbers.
+"""The GPUs that a plan supports.
 
-Memory is in MiB, as reported by the driver. All other numbers are from NVIDIA's data sheets: memory
-bandwidth, bfloat16 products of dense matrices with float32 sums, PCIe per direction. The host
-bandwidth per GPU is assumed: a share of a server's memory channels, or a desktop's two.
-
-https://www.nvidia.com/en-us/data-center/h100/, .../h200/, .../a100/, .../l40s/;
-the architecture white papers of Ada and GA102 for the RTX cards, whose tensor cores run at half
-their rate with float32 sums.
+Memory is as reported by the driver. Other numbers are from https://www.nvidia.com/en-us/data-center
+(/h100, /h200, /a100, /l40s) and the white papers of Ada and GA102, whose tensor cores run at half
+their rate with float32 sums. A host's numbers are assumed.
 """
 
 import dataclasses
@@ -17,7 +13,6 @@ _MIB = 2**20
 #: Shares of a GPU's peak operations: a usual one, and the best that was measured for full training
 #: on an RTX 4090 (SlideFormer 85%; LLMQ, arXiv:2512.15306, 72%).
 EFFICIENCY, BEST_EFFICIENCY = 0.4, 0.85
-OF_BANDWIDTH = 0.7  #: The assumed share of the GPU's memory bandwidth.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +24,8 @@ class Gpu:
     bandwidth: float  #: Bytes per second of the GPU's memory.
     flops: float  #: Peak operations per second of bfloat16 matrix products.
     bus: float  #: Bytes per second, each way, to pinned host memory: 0.8 of PCIe's raw rate.
-    host_bandwidth: float  #: Bytes per second of host memory per GPU, assumed.
-    host_memory: int  #: Bytes of host memory per GPU, assumed.
+    host_bandwidth: float  #: Bytes per second of host memory per GPU.
+    host_memory: int  #: Bytes of host memory per GPU.
     capability: tuple[int, int]  #: CUDA's compute capability.
     cores: int  #: Number of multiprocessors.
     l2_cache: int  #: Bytes.
@@ -89,10 +84,8 @@ def gpu_named(device: str | Gpu) -> Gpu:
     """Returns the GPU for a key of `GPUS`, or `device` itself."""
     gpu = GPUS.get(device) if isinstance(device, str) else device
     if gpu is None:
-        raise ValueError(
-            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU, pass a "
-            "`zenflow_jax.planning.Gpu` with its figures."
-        )
+        names = ", ".join(GPUS)
+        raise ValueError(f"`device` must be one of {names}, or a `Gpu`, got {device!r}.")
     return gpu
 
 

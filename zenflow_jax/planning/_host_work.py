@@ -4,7 +4,7 @@ States may consist of shapes. Host memory limits the speed of updates, so work i
 """
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,38 +17,23 @@ from zenflow_jax._host.moments import bytes_of_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
 
+#: Uploads beyond `prefetch_bytes` that exceed the memory of activations, which is free by then.
+LATE = "late uploads"
 _FLOAT32 = 4
 
 
-class Needs(NamedTuple):
-    """An engine's total memory and traffic in bytes; on a mesh, each device has a share.
-
-    Counts host memory that may be in use at once. Pages take no memory until they are written, and
-    moments are first written by the first update.
-    """
-
-    state: int  # masters, casts for uploads, moments, counts and channel indices: NumPy
-    sums: int  # sums of mail beyond the limit: NumPy
-    mail: int  # pinned: kept, unread, in flight, and placeholders
-    hand_over: int  # a group's selected channels: pinned on the way in, NumPy on the way out
-    saving: int  # copies that `EngineSave` makes by default while writing
-    # Device memory while a step runs, besides the step's own. (A merge runs between two steps. It
-    # reuses its uploads' memory, but needs a copy of each leaf that is cut into ranges.)
-    uploads: int  # updates that wait to be merged; limited by `prefetch_bytes`
-    late: int  # the largest group's other updates, uploaded at a boundary, not during a step
-    under_way: int  # gradients of the previous step, until they are on the host
-    # Means per step. The device writes mail, and the update reads it; an update also reads and
-    # writes masters and moments; an upload reads the new weights.
-    work: float  # bytes that the host reads and writes
-    late_mean: float  # bytes that the loop waits for at boundaries
-    to_host: float  # bytes of mail
-    to_device: float  # bytes of uploads
-
-
 def needs_of(
-    state: ZenFlowState, *, host_state: str = "float32", prefetch_bytes: int | None = None
-) -> Needs:
-    """Returns the memory and traffic of an engine for this state."""
+    state: ZenFlowState,
+    *,
+    devices: int = 1,
+    host_state: str = "float32",
+    prefetch_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Returns an engine's memory, and its traffic per step, as the fields of a `Plan`.
+
+    Counts memory that may be in use at once. A merge, between steps, reuses its uploads' memory,
+    but needs a copy of each leaf that is cut into ranges.
+    """
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, groups = schedule.longest_window, schedule.groups
@@ -85,18 +70,28 @@ def needs_of(
         return max(twice[j : j + waiting].sum() for j in range(groups))
 
     usual = schedule.window if isinstance(schedule.window, int) else 2
-    return Needs(
-        state=int(kept.sum() + counts.sum()),
-        # Every open window may have two sums, and so may the windows that are being updated.
-        sums=int(2 * _FLOAT32 * (size.sum() + most(size))) if added_up else 0,
-        mail=round(buffers(state) * sent.sum()),
-        hand_over=int(selected.max()),
-        saving=int(size.sum()),
-        uploads=int(most(upload - late)),
-        late=int(late.max()),
-        under_way=0 if sending.in_step else int(mail.sum()),
-        work=float((2 * kept + upload + read).sum() / window + mail.sum()),
-        late_mean=float(late.sum() / window),
-        to_host=float(sent.sum()),
-        to_device=float(upload.sum() / usual),
-    )
+    device = {
+        "mail under way": 0 if sending.in_step else mail.sum(),
+        "uploads": most(upload - late),  # that wait to be merged
+        LATE: late.max(),  # uploaded at a boundary
+    }
+    return {
+        "host": {
+            "masters, moments": int(kept.sum() + counts.sum()),
+            # Every open window may have two sums, and so may the windows that are being updated.
+            "sums": int(2 * _FLOAT32 * (size.sum() + most(size))) if added_up else 0,
+            "mail, pinned": round(buffers(state) * sent.sum()),
+            # One group's selected channels, on the way in and out.
+            "hand-over, pinned": int(selected.max()),
+            "hand-over": int(selected.max()),
+            "a save": int(size.sum()),  # the copies that `EngineSave` makes by default
+        },
+        "device": {name: int(x) // devices for name, x in device.items()},
+        "to_host": int(sent.sum() / devices),
+        "to_device": int(upload.sum() / usual / devices),
+        "exposed": float(late.sum() / window / devices),
+        # The device writes mail, and the update reads it; an update also reads and writes masters
+        # and moments; an upload reads the new weights.
+        "host_work": float((2 * kept + upload + read).sum() / window + mail.sum()),
+        "waits": schedule.staleness == 0,
+    }

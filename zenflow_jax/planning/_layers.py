@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from zenflow_jax._spec.rules import check_one_of
@@ -17,7 +16,14 @@ from zenflow_jax.layerwise._programs import floats_of, shapes_of, trace_model
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
 from zenflow_jax.layerwise._updates import AHEAD
 from zenflow_jax.planning._gpus import Gpu, gpu_named
-from zenflow_jax.planning._plans import TEMPORARIES, Plan, devices_of, nbytes_here, shares_of
+from zenflow_jax.planning._plans import (
+    TEMPORARIES,
+    Plan,
+    devices_of,
+    nbytes_here,
+    new_plan,
+    shares_of,
+)
 from zenflow_jax.planning._steps import nbytes, products
 
 
@@ -35,35 +41,13 @@ def plan_layerwise(
     in_flight_bytes: int | None = None,
     device: str | Gpu = "h100",
     compiles: bool = False,
-    compiler_options: dict[str, Any] | None = None,
 ) -> Plan:
-    """Plans the memory and time of `layerwise.Trainer`, which trains all weights.
+    """Plans `layerwise.Trainer`, which trains all weights.
 
-    Arguments up to `in_flight_bytes` are the trainer's, except as noted; `params` and `batch` may
-    be `jax.ShapeDtypeStruct`s with shardings. Errors are the trainer's and `plan`'s. Plans that
-    differ in the optimizer, `updates` or `inputs` share traced and compiled programs.
-
-    Args:
-        batch: A micro-batch.
-        micro_batches: The number of micro-batches in a step.
-        device: As for `plan`.
-        compiles: Whether to compile all programs, for the devices in the shardings, for example of
-            a `described_mesh`. Otherwise temporaries are left out.
-
-    Examples:
-        >>> import jax.numpy as jnp, optax
-        >>> from zenflow_jax.planning import plan_layerwise
-        >>> w, x = jnp.zeros((2, 512, 512), jnp.bfloat16)
-        >>> needs = plan_layerwise(
-        ...     {"outer": {}, "layers": [w] * 10},
-        ...     x,
-        ...     first=lambda outer, x: (x, None),
-        ...     layer=lambda w, x, _: x @ w,
-        ...     last=lambda outer, x, batch: jnp.mean(x).astype(jnp.float32),
-        ...     optimizer=optax.sgd(1e-2),
-        ... )
-        >>> needs.host["weights and state, pinned"] / needs.parameters
-        4.0
+    Arguments up to `in_flight_bytes` are the trainer's, and arrays may be `jax.ShapeDtypeStruct`s
+    with shardings. `batch` is one of `micro_batches`. If `compiles`, all programs are compiled for
+    the devices in the shardings, such as a `described_mesh`; otherwise the plan lacks temporaries.
+    Plans with another optimizer, `updates` or `inputs` reuse the programs.
     """
     gpu = gpu_named(device)
     check_one_of("updates", updates, ("after_backward", "during_backward"))
@@ -72,9 +56,8 @@ def plan_layerwise(
     types = jax.tree.map(lambda x, y: _at(y, getattr(x, "sharding", None)), batch, shapes_of(batch))
     functions = first, (layer,) * (len(trees) - 1) if callable(layer) else tuple(layer), last
     leaves, treedef = jax.tree.flatten((trees, types))
-    options = tuple((compiler_options or {}).items())
     several, at_once, on_host = micro_batches > 1, updates == "during_backward", inputs == "host"
-    work = _work_of(functions, tuple(leaves), treedef, several, compiles, options)
+    work = _work_of(functions, tuple(leaves), treedef, several, compiles)
     w, u = [x.weights for x in blocks], [x.others for x in blocks]
     in_flight = _IN_FLIGHT * max((x.largest for x in blocks[1:]), default=0)
     in_flight = in_flight if in_flight_bytes is None else in_flight_bytes
@@ -90,20 +73,14 @@ def plan_layerwise(
         del fullest[TEMPORARIES]
     host = {"weights and state, pinned": sum(w) + sum(u), "gradients, pinned": sweep}
     host |= {"layers' inputs, pinned": kept}
-    devices = devices_of(leaves)
-    rate, memory = gpu.host_beside(devices)
-    return Plan(
-        gpu=gpu,
-        devices=devices,
-        parameters=sum(x.size for x in jax.tree.leaves(trees)),
+    weights = jax.tree.leaves(trees)
+    return new_plan(
+        gpu,
+        weights,
         device=fullest,
-        host={name: devices * x for name, x in host.items()},
-        pinned=sum(host.values()),
+        host={name: devices_of(weights) * x for name, x in host.items()},
         checkpoint=sum(x.saved for x in blocks),
-        host_capacity_bytes=memory,
-        host_bandwidth=rate,
         flops=micro_batches * work.flops + sum(x.flops for x in blocks),
-        moved=micro_batches * work.moved,
         to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + 2 * sweep + kept,
         to_host=sum(w) + sum(u) + sweep + kept,
         exposed=late,
@@ -113,10 +90,7 @@ def plan_layerwise(
 def pinned_bytes(
     params: Mapping[str, Any], optimizer: optax.GradientTransformation, *, gradients: bool
 ) -> int:
-    """Returns the pinned bytes of weights, state and, if `gradients`, these, for one device.
-
-    Unlike `plan_layerwise`, it starts no backend of jax, which reads the limit when it starts.
-    """
+    """Returns one device's pinned bytes of weights, state and `gradients`, without a backend."""
     blocks, _ = _blocks_of(optimizer, params)
     return sum((1 + gradients) * x.weights + x.others for x in blocks)
 
@@ -138,23 +112,19 @@ def _blocks_of(
     updater = Updater(optimizer, None)
     maker = BlockMaker(optimizer, updater, None)
 
+    def flops_of(x: Any, tree: Any) -> float:
+        traced = jax.make_jaxpr(optimizer.update)(tree, jax.eval_shape(optimizer.init, tree), tree)
+        return products(traced.jaxpr) * nbytes_here(x) / max(nbytes(x), 1)
+
     @functools.cache
     def block_of(treedef: Any, leaves: tuple[Any, ...]) -> _Block:
         shapes = [updater.shapes(treedef, i, x) for i, x in enumerate(leaves)]
         bundles = [*maker._bundles(treedef, shapes)]
-        weights, flops = sum(x.weights_nbytes for x in bundles), 0.0
-        for i, x in enumerate(leaves):
-            tree = alone(treedef, i, jax.ShapeDtypeStruct(x.shape, jnp.float32))
-            state = jax.eval_shape(optimizer.init, tree)
-            traced = jax.make_jaxpr(optimizer.update)(tree, state, tree)
-            flops += products(traced.jaxpr)[0] * nbytes_here(x) / max(nbytes(x), 1)
-        return _Block(
-            weights,
-            sum(x.nbytes for x in bundles) - weights,
-            max((x.nbytes for x in bundles), default=0),
-            sum(map(nbytes, flat(shapes))),
-            flops,
-        )
+        weights, sizes = sum(x.weights_nbytes for x in bundles), [x.nbytes for x in bundles]
+        apart = [alone(treedef, i, x) for i, x in enumerate(_float32(leaves))]
+        flops = sum(map(flops_of, leaves, apart))
+        saved = sum(map(nbytes, flat(shapes)))
+        return _Block(weights, sum(sizes) - weights, max(sizes, default=0), saved, flops)
 
     trees = jax.tree.map(lambda x: _at(x, x.sharding), [params["outer"], *params["layers"]])
     pairs = map(jax.tree.flatten, trees)
@@ -165,7 +135,6 @@ class _Work(NamedTuple):
     """The programs of one micro-batch; all bytes are those of one device."""
 
     flops: float
-    moved: float
     inputs: Sequence[int]  # what each layer keeps for the backward pass
     carry: int  # the largest
     outer: int  # the gradient of the outer weights that `last` reads
@@ -179,18 +148,17 @@ def _work_of(
     treedef: Any,
     several: bool,
     compiles: bool,
-    options: tuple[tuple[str, Any], ...],
 ) -> _Work:
     """Traces the programs for weights and a batch, and compiles them if `compiles`."""
     (outer, *layers), batch = treedef.unflatten(leaves)
     types = jax.tree.map(lambda x: _at(x, None), batch)
-    trains, known, work = [True] * (1 + len(layers)), {}, np.zeros(2)
-    program = trace_model(*functions, outer, layers, types, trains, dict(options) or None, {})
+    trains, known, flops = [True] * (1 + len(layers)), {}, 0.0
+    program = trace_model(*functions, outer, layers, types, trains, None, {})
     shares = shares_of(batch)
 
     def call(function: Any, *args: Any) -> tuple[Any, int]:
-        """Returns the results as shapes, and the bytes of temporaries; adds up the work."""
-        nonlocal work
+        """Returns the results as shapes, and the bytes of temporaries; adds up operations."""
+        nonlocal flops
         if function not in known:
             traced = function.trace(*args)
             out, temporaries = traced.out_info, 0
@@ -198,8 +166,8 @@ def _work_of(
                 compiled = traced.lower().compile()
                 out = jax.tree.map(_at, out, compiled.output_shardings)
                 temporaries = compiled.memory_analysis().temp_size_in_bytes
-            known[function] = out, temporaries, np.array(products(traced.jaxpr.jaxpr)) / shares
-        work = work + known[function][2]
+            known[function] = out, temporaries, products(traced.jaxpr.jaxpr) / shares
+        flops += known[function][2]
         return known[function][:2]
 
     def size(arrays: Any) -> int:
@@ -233,8 +201,7 @@ def _work_of(
     run = programs.other if several else programs.only
     _, in_first = call(run, g_outer, weighing, outer, begin, moving, batch)
     temporaries = at_loss, temporaries, in_first
-    flops, moved = work.tolist()
-    return _Work(flops, moved, inputs, largest, size(g_outer), temporaries)
+    return _Work(flops, inputs, largest, size(g_outer), temporaries)
 
 
 def _moments(
@@ -242,7 +209,6 @@ def _moments(
 ) -> list[dict[str, int]]:
     """Returns the device's bytes, by use, at four moments of a step.
 
-    At the loss, behind a layer, in the backward program of `first`, and when only updates run.
     `held` are the layers' inputs, `flights` the bytes in flight behind programs and in the end.
     """
     w = [sum(map(nbytes_here, jax.tree.leaves(x))) for x in trees]
@@ -252,6 +218,7 @@ def _moments(
     three = max(sum(w[i : i + AHEAD + 1]) for i in range(1, len(w)))
     most, outer = max(w[1:]), work.outer
     at_loss, in_layer, in_first = work.temporaries
+    # At the loss, behind a layer, in the backward program of `first`, and with updates alone.
     moments = [
         (w[0] + most, outer, held, 0, at_loss),
         (w[0] + three, outer + max(g[1:]) + most, held, flights[0], in_layer),
