@@ -92,7 +92,9 @@ class _Planner:
         self._step = functools.cache(
             lambda run: planned_step(run, self.origin, self._mesh, placed=self._compiles)
         )
-        self._peak = functools.cache(lambda run: compiled_peak(self._step(run)))
+        self._peak = functools.cache(
+            lambda run: planning.peak_bytes(compiled_step(self._step(run)))
+        )
         self._layers = functools.cache(lambda run: _layers_of(run, self.origin, self._mesh))
 
     def plan(self, run: StepSettings) -> planning.Plan:
@@ -162,14 +164,19 @@ def plan_run(
         check_length(settings.sequence_length, planner.origin)
     own = planner.plan(settings) if chosen else None
     ways: dict[StepSettings, Way] = {}
+    failure: SettingsError | None = None
     for name in WAYS if own is None or own.short else ():
         try:
             way = planner.way(settings, name)
         except SettingsError as error:  # such as micro-batches with streamed gradients
+            failure = error
             say(f"{name}: not possible. {error}")
         else:
             say(f"{name}: {way.options}")
             ways.setdefault(way.settings, way)
+
+    if failure is not None and own is None and not ways:
+        raise failure
 
     def order(way: Way) -> tuple[bool, float]:
         return bool(way.plan.short), float(f"{way.plan.step_s:.2g}")  # as they are shown
@@ -185,11 +192,6 @@ def has_compiler() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def compiled_peak(planned: PlannedStep) -> int:
-    """Returns the bytes on a device at a step's peak, according to the compiler."""
-    return planning.peak_bytes(compiled_step(planned))
 
 
 def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
