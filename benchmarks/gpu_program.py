@@ -220,7 +220,7 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
     return report(step.lower(params, state, tokens).compile(), params)._replace(
-        engine_bytes=sum(x.uploads + x.under_way for x in map(needs_of, states))
+        engine_bytes=sum(sum(needs_of(x)["device"].values()) for x in states)
     )
 
 

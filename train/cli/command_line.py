@@ -55,7 +55,10 @@ class Launch:
 class Planning:
     """Planning: memory and speed of a run, without starting it (docs/planning.md)."""
 
-    plan: bool = option(False, "Show the run's memory and time, and settings that fit.")
+    plan: bool = option(
+        False,
+        "Show memory and time of all ways, or of the one that --optimizer and --stream choose.",
+    )
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = option(
         None, "GPU to plan for. Default: this machine's, or h100."
     )
