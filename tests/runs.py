@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
     axis: int | None
     dtype: str
     decay: bool = True
-    speed: float = 1.0  # its learning rate, as a multiple of `rate`
+    speed: float = 1.0  # its `lr_scale`
 
 
 Leaves = tuple[Leaf, ...]
@@ -180,11 +180,9 @@ def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
         # Not the last key, because flax nnx adds its own.
         return next(x for x in leaves if f"['{x.name}']" in jax.tree_util.keystr(path))
 
-    rates: Any = rate
-    if any(leaf.speed != 1 for leaf in leaves):
-        rates = lambda path, _: rate_of(of(path).speed)  # noqa: E731
     return zenflow_jax.zenflow(
-        **{"learning_rate": rates, **vars(settings), **more},
+        **{"learning_rate": rate, **vars(settings), **more},
+        lr_scale=lambda path, _: of(path).speed,
         mask=lambda params: jax.tree.map_with_path(lambda path, _: of(path).decay, params),
         channel_axis=lambda path, _: of(path).axis,
         resident=lambda path, _: of(path).axis is None,

@@ -14,12 +14,6 @@ from tests.comparisons import MAX_NORM, SEEDS, WARM, seeded
 from tests.runs import FEW, FIRST, SCANNED, SECOND, THIRD, Plan, Settings, Training
 from zenflow_jax import AutoSelect, AutoWindow
 
-ADAPTIVE = {
-    "topk_ratio": 0.3,
-    "max_grad_norm": 5.0,
-    "full_warm_up_rounds": 2,
-    "provisional_share": 0.5,
-}
 AGREEMENTS = {
     "one step stale": (
         SECOND,
@@ -93,18 +87,15 @@ AGREEMENTS = {
         dict(topk_ratio=0.3, update_interval=12, rolling=False, window_scaling=None),
         Plan(27, bad=(5, 20)),
     ),
-    "adaptive windows": (
-        FIRST,
-        dict(ADAPTIVE, update_interval=AutoWindow(5, 0.4), select_interval=5),
-        Plan(30, bad=(7, 8, 9), flush_at=(15,)),
-    ),
-    "adaptive windows and selections, not stale, first steps all skipped": (
+    "adaptive windows and selections, first steps all skipped": (
         FEW,
         dict(
-            ADAPTIVE,
-            update_interval=AutoWindow(3, 0.3),
+            topk_ratio=0.3,
+            max_grad_norm=5.0,
+            full_warm_up_rounds=2,
+            provisional_share=0.5,
+            update_interval=AutoWindow(4, 0.4),
             select_interval=AutoSelect(0.6, 4),
-            staleness=0,
         ),
         Plan(30, bad=(1, 2, 3, 4, 5, 6, 7, 17, 18, 19), flush_at=(15,)),
     ),

@@ -15,7 +15,7 @@ from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline_plot import plot_timeline
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._master import iter_master_params, master_params
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow
+from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow
 from zenflow_jax._transform import STATIC_ARGS, zenflow
 from zenflow_jax._version import __version__ as __version__
 

@@ -214,14 +214,14 @@ class HostEngine:
                     leaves = self._updates.reselect(group, weights, leaves, state.step)
                 else:
                     self._updates.close_window(group)
-                    if state.schedule.needs_kept_share:
+                    if state.schedule.auto_select:
                         measured[group] = self._updates.measure(group, leaves)
                 self._progress.window_closed(group)
             weights = self._updates.collect(weights, at_once, state.step)
             if any(x is not y for x, y in zip(weights, taken.offloaded, strict=True)):
                 taken = taken.with_offloaded(weights)
                 params = taken.tree
-            self._progress.passed(boundaries, state.step_scalars.statistics, measured)
+            self._progress.passed(boundaries, state.step_scalars, measured)
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
             self._saver.note(taken.weights)

@@ -5,7 +5,7 @@ step counts, update the selected channels, and send the gradients to the host.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -24,9 +24,9 @@ from zenflow_jax._device.state import Static, ZenFlowState, register_flax_serial
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import judge, split_gradient, step_selected
 from zenflow_jax._device.streamed import is_streamed, misused, parts_of
+from zenflow_jax._spec.adaptive import Select, Window
 from zenflow_jax._spec.arguments import (
     NUMBERS,
-    check_learning_rate,
     check_numbers,
     check_schedule,
     check_selectors,
@@ -34,29 +34,23 @@ from zenflow_jax._spec.arguments import (
     check_transfer_dtype,
 )
 from zenflow_jax._spec.groups import assign_groups
-from zenflow_jax._spec.leaf_warnings import (
-    warn_if_all_resident,
-    warn_of_a_part,
-    warn_of_few_channels,
-    warn_of_stacked_vectors,
-)
-from zenflow_jax._spec.rates import rates_by_number, with_rate_numbers
-from zenflow_jax._spec.resolve import LeafRules, resolve_specs
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, SendGradients
+from zenflow_jax._spec.resolve import LeafRules, resolve_specs, warn_of_leaves
+from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 
 def zenflow(
-    learning_rate: optax.ScalarOrSchedule | Callable[[tuple[Any, ...], Any], Any] | Any,
+    learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
     *,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any | Callable[[Any], Any] | None = None,
+    lr_scale: Any | Callable[[tuple[Any, ...], Any], float] | None = None,
     topk_ratio: float = 0.1,
-    update_interval: int | AutoWindow = 4,
-    select_interval: int | AutoSelect | None = None,
+    update_interval: Window = 4,
+    select_interval: Select = None,
     full_warm_up_rounds: int = 0,
     rolling: bool = True,
     staleness: int | None = None,
@@ -83,10 +77,8 @@ def zenflow(
     the same order; `eps_root`, `mu_dtype` and `nesterov` are missing.
 
     Args:
-        learning_rate: A number, a schedule over the step count (from 0, without skipped steps), or
-            a float32 array. For several rates, a tree of rates like the parameters (or a prefix of
-            it), or a function of (key path, leaf) that returns a rate. A function that can be
-            called with one argument is a schedule, unless the argument's name contains "path".
+        learning_rate: A number, a float32 array, or a schedule over the step count (from 0, without
+            skipped steps).
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the square root of the second moment.
@@ -94,6 +86,8 @@ def zenflow(
             or an array.
         mask: Tree of bools like the parameters (or a prefix of it), or a function of the parameters
             that returns such a tree: True where weight decay applies. Default: everywhere.
+        lr_scale: Tree of numbers like the parameters (or a prefix of it), or a function of (key
+            path, leaf): each leaf's factor for the learning rate. Default: 1 everywhere.
         topk_ratio: Fraction of a leaf's channels to select, in [0, 1], rounded up.
         update_interval: Steps in a window, at least 1; or an `AutoWindow`.
         select_interval: Steps between selections, by default 16 (longest) windows; or an
@@ -181,24 +175,18 @@ def zenflow(
         provisional_share=provisional_share,
     )
     sending, mail_dtype = check_send_gradients(send_gradients), check_transfer_dtype(transfer_dtype)
-    check_learning_rate(learning_rate)
-    numbers = b1, b2, eps, weight_decay, max_grad_norm
-    check_numbers(**dict(zip(NUMBERS[1:], numbers, strict=True)))
-    check_selectors(channel_axis, resident, partition_replicated, mask)
-    rules = LeafRules(topk_ratio, channel_axis, resident, partition_replicated, mail_dtype)
+    numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
+    check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
+    selectors = channel_axis, resident, partition_replicated
+    check_selectors(*selectors, mask)
+    rules = LeafRules(topk_ratio, *selectors, mail_dtype, mask, lr_scale, param_shardings)
     register_flax_serialization()
 
     def init(params: Any) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")
-        specs = resolve_specs(params, rules, param_shardings, mask)
-        if max_grad_norm is not None:
-            warn_of_a_part(params)
-        if topk_ratio < 1:
-            warn_if_all_resident(specs)
-            warn_of_few_channels(specs, topk_ratio)
-            if resident is None:
-                warn_of_stacked_vectors(specs)
-        specs, in_turn = assign_groups(with_rate_numbers(specs, params, learning_rate), schedule)
+        specs = resolve_specs(params, rules)
+        warn_of_leaves(params, specs, offloads=topk_ratio < 1, clips=max_grad_norm is not None)
+        specs, in_turn = assign_groups(specs, schedule)
         when = sending
         if sending.in_step and all(spec.resident for spec in specs):
             when = SendGradients.AFTER_STEP  # keeps nothing in host memory
@@ -210,8 +198,7 @@ def zenflow(
         weights = check_update(updates, params, state)
         if state.offloads:
             check_outside_of_loops()
-        rates = rates_by_number([leaf.spec for leaf in state.leaves], params, learning_rate)
-        scalars = _scalars_at(state.step - state.skipped, rates, *numbers[:-1])
+        scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
         return _update(updates, state, weights, scalars, max_grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -227,7 +214,7 @@ def _update(
     updates: Any,
     state: ZenFlowState,
     weights: list[Any],
-    scalars: Sequence[AdamScalars],
+    scalars: AdamScalars,
     max_grad_norm: jax.typing.ArrayLike | None,
 ) -> tuple[Any, ZenFlowState]:
     schedule, step = state.schedule, state.step + 1
@@ -243,19 +230,17 @@ def _update(
         for g, leaf in zip(gradients, state.leaves, strict=True)
     ]
     verdict, norm = judge([s.squares for s in seen], max_grad_norm)
-    lengths = [
-        schedule.provisional_step(step, s.learning_rate, verdict.finite) if moves else None
-        for s in scalars
-    ]
+    scaled = {x: scalars.scaled(x) for x in {leaf.spec.lr_scale for leaf in state.leaves}}
+    lengths = {
+        x: schedule.provisional_step(step, s.learning_rate, verdict.finite) if moves else None
+        for x, s in scaled.items()
+    }
 
-    rates: list[int] = [leaf.spec.rate for leaf in state.leaves]
     stepped = [
-        step_selected(p, s, leaf, scalars[rate], verdict, lengths[rate])
-        for p, s, leaf, rate in zip(weights, seen, state.leaves, rates, strict=True)
+        step_selected(p, s, leaf, scaled[scale], verdict, lengths[scale])
+        for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
+        for scale in [leaf.spec.lr_scale]
     ]
-    statistics = None
-    if state.offloads and schedule.needs_statistics:
-        statistics = window_statistics([s.squares for s in seen], state.leaves, verdict)
     new = state._replace(
         step=step,
         skipped=state.skipped + jnp.where(verdict.finite, 0, 1).astype(jnp.int32),
@@ -270,12 +255,15 @@ def _update(
     wrong = misused(gradients, state.leaves)
     changes = [jnp.where(lost | wrong, jnp.nan, change) for change, _ in stepped]
     token = jnp.where(wrong & ~lost, MISUSED, state.token)
-    facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
-    packed = StepScalars.pack(facts, statistics)
     if not state.offloads:  # a plain transformation, which needs no engine
         return jax.tree.unflatten(treedef, changes), new
+    facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
+    if schedule.auto_window is not None:
+        statistics = window_statistics([s.squares for s in seen], state.leaves, verdict)
+        facts = facts._replace(statistics=statistics)
+    packed = StepScalars.pack(facts)
     if state.send_gradients.in_step:
-        packed = StepScalars(*(x if x is None else to_host(x, rank) for x in packed))
+        packed = StepScalars(*(to_host(x, rank) for x in packed))
     new = new._replace(
         mail=tuple(s.mail for s in seen),
         token=jnp.full_like(state.token, USED),
@@ -285,17 +273,18 @@ def _update(
 
 
 def _scalars_at(
-    count: jax.Array, rates: Sequence[Any], b1: Any, b2: Any, eps: Any, decay: Any
-) -> list[AdamScalars]:
-    """Returns the next step's hyperparameters for each rate, after `count` counted steps."""
+    count: jax.Array,
+    rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike,
+    b2: jax.typing.ArrayLike,
+    eps: jax.typing.ArrayLike,
+    decay: optax.ScalarOrSchedule,
+) -> AdamScalars:
+    """Returns the next step's hyperparameters, after `count` counted steps."""
     # `optax.adamw` counts in the same way under `optax.apply_if_finite`.
-    rates = [_scalar(rate(count) if callable(rate) else rate) for rate in rates]
-    decay = _scalar(decay(count) if callable(decay) else decay)
-    first, second = _scalar(b1), _scalar(b2)
-    shared = first, second, 1 - first, 1 - second, _scalar(eps), decay
-    return [AdamScalars(rate, *shared) for rate in rates]
-
-
-def _scalar(x: Any) -> Any:
-    """Returns a Python float, which adopts the other operand's dtype, or a float32 array."""
-    return float(x) if isinstance(x, Real) else jnp.asarray(x, jnp.float32)
+    numbers = (x(count) if callable(x) else x for x in (rate, b1, b2, eps, decay))
+    # A Python float adopts the other operand's dtype.
+    rate, b1, b2, eps, decay = (
+        float(x) if isinstance(x, Real) else jnp.asarray(x, jnp.float32) for x in numbers
+    )
+    return AdamScalars(rate, b1, b2, 1 - b1, 1 - b2, eps, decay)

@@ -15,8 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow
 from zenflow_jax._spec.arguments import check_numbers
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow, check_int_or_none
+from zenflow_jax._spec.rules import check_int_or_none
 from zenflow_jax._transform import zenflow
 
 __all__ = ["DeepSpeedOptions", "from_deepspeed"]
@@ -371,7 +372,7 @@ def _rules(config: _Config, steps_per_epoch: int | None) -> dict[str, Any]:
 
     # With a share of 0, no leaf delays the close, so windows have the minimum length.
     share = get("auto_ratio", 0.99)
-    window: Any = int(get("update_interval", 0)) or (AutoWindow(share=share) if share else 2)
+    window = int(get("update_interval", 0)) or (AutoWindow(share=share) if share else 2)
     arguments: dict[str, Any] = {
         "topk_ratio": get("topk_ratio", 0.1),
         "full_warm_up_rounds": int(get("full_warm_up_rounds", 0)),
@@ -395,7 +396,7 @@ def _rules(config: _Config, steps_per_epoch: int | None) -> dict[str, Any]:
         select: Any = epoch or AutoSelect()
     else:
         select = int(interval * (epoch if strategy == "epoch" else 1)) if interval else _NEVER
-        if not isinstance(window, AutoWindow) and select < window:
+        if isinstance(window, int) and select < window:
             expected = f"at least update_interval={window} steps between selections, not {select}"
             raise config.error(f"{_ZENFLOW}.select_interval", expected)
     return arguments | {"select_interval": select}

@@ -35,12 +35,6 @@ WRAPPERS = {
         {"ours": make(**o), "frozen": optax.set_to_zero()}, {"bias": "ours", "weight": "ours"}
     ),
     "inject_hyperparams": injected,
-    # A separate rate for each leaf, with equal values.
-    "tree of rates": lambda **o: make({"bias": schedule, "weight": lambda t: schedule(t)}, **o),
-    "injected tree": lambda **o: injected({"bias": schedule, "weight": lambda t: schedule(t)}, **o),
-    "injected rates": lambda **o: optax.inject_hyperparams(
-        lambda bias, rest: make(lambda path, x: bias if "bias" in str(path) else rest, **o)
-    )(schedule, schedule),
     "apply_if_finite": lambda **o: optax.apply_if_finite(make(**o), 3),
 }
 

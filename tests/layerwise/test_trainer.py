@@ -72,8 +72,8 @@ def test_a_run_with_a_frozen_layer_equals_adamw(updates, parts, inputs):
         assert int(trainer.skipped) == trainer.stats.skipped_steps == 0
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_low_precision_weights_are_the_casts_of_float32_masters(dtype):
+def test_low_precision_weights_are_the_casts_of_float32_masters():
+    dtype = jnp.bfloat16
     optimizer = optax.adamw(1e-2)
     with layerwise.Trainer(new_params(dtype), **MODEL, optimizer=optimizer) as trainer:
         for batch in BATCHES:

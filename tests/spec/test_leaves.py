@@ -37,7 +37,8 @@ def test_functions_and_trees_of_leaves_match_an_nnx_model_in_init_and_in_update(
     model = Model(nnx.Rngs(0))
     decayed = jax.tree.map(lambda p: p.ndim > 1, params_of(model))  # `nnx.Param`s of bools
     tx = zenflow_jax.zenflow(
-        lambda path, _: 0.0 if path[-1].key == "kernel" else 1e-2,
+        1e-2,
+        lr_scale=lambda path, _: float(path[-1].key != "kernel"),
         resident=lambda path, _: path[-1].key == "kernel",
         mask=decayed,
     )
@@ -48,8 +49,9 @@ def test_functions_and_trees_of_leaves_match_an_nnx_model_in_init_and_in_update(
     for i in range(2):
         comparisons.assert_same_bits(after["layers"][i]["kernel"], before["layers"][i]["kernel"])
     assert all(leaf.spec.resident for leaf in zenflow_jax.find_state(optimizer.opt_state).leaves)
-    rates = jax.tree.map(lambda p: 1e-2, params_of(model))
-    nnx.Optimizer(model, zenflow_jax.zenflow(rates), wrt=nnx.Param).update(model, params_of(model))
+    scales = jax.tree.map(lambda p: 0.5, params_of(model))
+    (*_, last) = zenflow_jax.zenflow(1e-2, lr_scale=scales).init(params_of(model)).leaves
+    assert last.spec.lr_scale == 0.5
 
 
 class Pair(NamedTuple):

@@ -6,11 +6,12 @@
 import warnings
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import zenflow_jax
 from zenflow_jax import AutoWindow
-from zenflow_jax._spec.schedule import Schedule, first_schedule_state
+from zenflow_jax._spec.schedule import Schedule
 
 
 def letter(boundary):
@@ -49,7 +50,7 @@ BOUNDARIES = [
 @pytest.mark.parametrize(("settings", "expected"), BOUNDARIES, ids=lambda x: str(x))
 def test_windows_close_and_channels_are_selected_as_in_the_table(settings, expected):
     schedule = Schedule(*settings, True)
-    state = first_schedule_state(schedule, 4)
+    state = schedule.first_state(4)
     for group, row in enumerate(expected):
         letters, waits = "", False
         for t in range(1, len(row) + 1):
@@ -64,10 +65,15 @@ def test_windows_close_and_channels_are_selected_as_in_the_table(settings, expec
         assert letters == row, group
 
 
-def test_a_rule_sets_the_number_of_leaves_that_must_be_ripe():
-    assert [AutoWindow(share=0.99).needed(n) for n in (1, 10, 100, 101)] == [1, 10, 99, 100]
-    assert AutoWindow(share=0.07).needed(100) == 7  # not 8, although 0.07 * 100 is above 7
-    assert AutoWindow(share=0.01).needed(3) == 1
+@pytest.mark.parametrize(
+    ("share", "leaves", "needed"),
+    # 7 of 100, not 8, although 0.07 * 100 is above 7.
+    [(0.99, 10, 10), (0.99, 100, 99), (0.99, 101, 100), (0.07, 100, 7), (0.01, 3, 1)],
+)
+def test_a_window_closes_when_its_share_of_leaves_is_ripe(share, leaves, needed):
+    for ripe in (needed - 1, needed):
+        sums = np.array([2, *[1.5] * ripe, *[1] * (leaves - ripe), *[3] * leaves], np.float32)
+        assert AutoWindow(share=share).is_ripe(sums) == (ripe == needed)
 
 
 @pytest.mark.parametrize(

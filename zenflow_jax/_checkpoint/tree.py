@@ -18,8 +18,8 @@ from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import RunState
+from zenflow_jax._spec.adaptive import ScheduleState
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.schedule import ScheduleState
 from zenflow_jax._version import LAYOUT_NAME
 
 #: The sums of an open window's gradients and of their squares.
@@ -33,6 +33,8 @@ _NUMBER = 24
 def options_of(state: ZenFlowState) -> dict[str, Any]:
     """Returns the options that a resumed run must share with the saved run, in JSON's types."""
     schedule = vars(state.schedule) | {"groups": state.schedule.groups > 1}
+    for name in ("window", "select"):
+        schedule[name] = schedule.pop(f"auto_{name}") or schedule[name]
     names = {"window": "update_interval", "select": "select_interval", "groups": "rolling"}
     plain = int | float | None  # other values are rules
     options = {

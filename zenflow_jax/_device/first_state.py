@@ -139,7 +139,8 @@ def _first_scalars(
     weights: list[jax.Array], specs: tuple[LeafSpec, ...], static: Static
 ) -> StepScalars:
     """Makes zero-valued step scalars on all of the run's devices."""
-    sizes = StepScalars.sizes(specs, static.schedule.needs_statistics)
+    offloaded = sum(not spec.resident for spec in specs)
+    sizes = StepScalars.sizes(static.schedule.first_state(offloaded).sums.size)
     in_step = static.send_gradients.in_step
     rank = mail_rank(specs) if in_step else 1
     placed = [(p, x) for p, x in zip(weights, specs, strict=True) if x.placement is not None]

@@ -51,7 +51,10 @@ class LeafState:
     def __repr__(self) -> str:
         spec = self.spec
         shape = ",".join(map(str, spec.shape))
-        kind = "resident" if spec.resident else f"{spec.k} of {spec.n} channels of axis {spec.axis}"
+        kind = "resident: wholly on the device"
+        if not spec.resident:
+            share = f"{spec.k / spec.n:.0%}, {spec.k} of {spec.n} channels of axis {spec.axis}"
+            kind = f"offloaded: the device keeps {share}"
         return f"{spec.name} {spec.dtype}[{shape}], {kind}"
 
 
@@ -235,8 +238,8 @@ def find_state(opt_state: Any) -> ZenFlowState:
             )
         elif states:
             remedy = (
-                "Use one `zenflow` for all leaves: `learning_rate`, `mask`, `resident` and "
-                "`channel_axis` may be functions of the leaf"
+                "Use one `zenflow` for all leaves: `lr_scale`, `mask`, `resident` and "
+                "`channel_axis` may be functions"
             )
         raise ValueError(
             f"The optimizer state, a {kind.__name__}, contains {len(states)} ZenFlowStates, not "

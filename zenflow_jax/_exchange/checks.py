@@ -259,7 +259,7 @@ class Tokens:
             return
         replaced, number = self._replaced
         if state.token is not replaced:
-            sent = jax.tree.map(read, state.step_scalars._replace(statistics=None))
+            sent = jax.tree.map(read, state.step_scalars)
             if number not in (int(read(state.token)), int(sent.unpack().token)):
                 return
         raise RuntimeError(

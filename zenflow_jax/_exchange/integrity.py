@@ -162,7 +162,7 @@ def _compare(
 
     layout, state = Layout(leaf.spec), leaf_layout(leaf.spec).replace(scores=None)
     takes = [layout.block, layout.each_device, state, *[REPLICATED] * 3]
-    scalars = jnp.stack(facts.adam[leaf.spec.rate])
+    scalars = jnp.stack(facts.adam.scaled(leaf.spec.lr_scale))
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
     return counted(weight, old, leaf, scalars, facts.step, facts.finite)
 

@@ -53,7 +53,7 @@ def buffers(state: ZenFlowState) -> float:
 def most_kept(state: ZenFlowState) -> float:
     """Returns the maximum number of steps whose mail a host would keep if it did not sum any."""
     specs, shares = _offloaded(state)
-    window, staleness = state.schedule.longest_window, state.schedule.staleness
+    window, staleness = state.schedule.window, state.schedule.staleness
     if state.schedule.groups == 1:
         # One window's mail, and the mail of the steps until its update has arrived.
         return float(window + (window if staleness is None else staleness))
@@ -85,9 +85,8 @@ def _waiting(schedule: Schedule, group_shares: Sequence[float]) -> float:
 
     The group whose window closed last does not count.
     """
-    whole = schedule.window if isinstance(schedule.window, int) else 1
-    staleness = whole if schedule.staleness is None else schedule.staleness
-    return sum(sorted(group_shares)[::-1][: max(staleness - 1, 0)], 0.0)
+    staleness = schedule.staleness or 1  # None for a single group
+    return sum(sorted(group_shares)[::-1][: staleness - 1], 0.0)
 
 
 def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:

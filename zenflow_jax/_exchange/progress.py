@@ -13,7 +13,9 @@ import numpy as np
 
 from zenflow_jax._device.memory import view
 from zenflow_jax._exchange.parts import OffloadedLeaves
-from zenflow_jax._spec.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._spec.adaptive import ScheduleState
+from zenflow_jax._spec.scalars import StepScalars
+from zenflow_jax._spec.schedule import Boundary, Schedule
 
 _logger = logging.getLogger("zenflow_jax")
 
@@ -40,7 +42,6 @@ class RunState:
 
     open_steps: list[int]  # in each open window, including skipped steps
     window_lengths: list[int]  # the number of windows with 0, 1, ... steps
-    shares: list[float | None]  # the last `kept_share` (`_device/statistics.py`), if known
     schedule_state: ScheduleState  # before the next step, without unread statistics
     counted: list[int]  # steps in the open windows' sums; filled in by a save, as all below
     pending: list[int]  # NONE, PENDING or EMPTY
@@ -54,9 +55,8 @@ class RunState:
         """Returns the state before the first step, for `leaves` offloaded leaves."""
         return cls(
             open_steps=[0] * schedule.groups,
-            window_lengths=[0] * (schedule.longest_window + 1),
-            shares=[None] * schedule.groups,
-            schedule_state=first_schedule_state(schedule, leaves),
+            window_lengths=[0] * (schedule.window + 1),
+            schedule_state=schedule.first_state(leaves),
             counted=[0] * schedule.groups,
             pending=[NONE] * schedule.groups,
         )
@@ -72,11 +72,10 @@ class Progress:
     def __init__(self, schedule: Schedule, offloaded: OffloadedLeaves, run: RunState):
         self.run = run
         self._schedule = schedule
-        self._first = first_schedule_state(schedule, len(offloaded.places))
         # Whether only updates bring deferred gradients into the parameters.
         self.by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
         # Unread statistics: of the last step, if its window is open, and of the last boundaries.
-        self._statistics: jax.Array | None = None
+        self._sent: StepScalars | None = None
         self._measured: dict[int, jax.Array] = {}
 
     @property
@@ -90,7 +89,8 @@ class Progress:
     @property
     def counts(self) -> dict[str, Any]:
         """Returns the fields of `EngineStats` that the schedule decides."""
-        known = np.array([x for x in self.run.shares if x is not None], np.float32)
+        shares = self.run.schedule_state.shares
+        known = shares[~np.isnan(shares)]
         return {
             "steps": self.run.step,
             "window_lengths": {i: n for i, n in enumerate(self.run.window_lengths) if n},
@@ -101,25 +101,22 @@ class Progress:
     @property
     def schedule_state(self) -> ScheduleState:
         """Returns the schedule's state before the next step."""
-        state = self.run.schedule_state
-        if self._statistics is not None:
-            state = state.add(view(self._statistics).ravel())
-            self._statistics = None
-        if self._measured:
-            kept_share = state.kept_share.copy()
-            for group, share in self._measured.items():
-                self.run.shares[group] = kept_share[group] = float(view(share))
-            state = state._replace(kept_share=kept_share)
-            self._measured = {}
-        self.run.schedule_state = state
-        return state
+        sums, windows, shares = self.run.schedule_state
+        shares = shares.copy()
+        if self._sent is not None:
+            sums = sums + StepScalars(*map(view, self._sent)).unpack().statistics
+        for group, share in self._measured.items():
+            shares[group] = float(view(share))
+        self._sent, self._measured = None, {}
+        self.run.schedule_state = ScheduleState(sums, windows, shares)
+        return self.run.schedule_state
 
     def boundaries(self) -> list[Boundary]:
         """Returns each group's boundary after the next step."""
         state = self.schedule_state
         return [
-            self._schedule.boundary(self.run.step + 1, state, group)
-            for group in range(self._schedule.groups)
+            self._schedule.boundary(self.run.step + 1, state, group, open_steps)
+            for group, open_steps in enumerate(self.run.open_steps)
         ]
 
     def step_made(self) -> None:
@@ -132,7 +129,7 @@ class Progress:
     def passed(
         self,
         boundaries: Sequence[Boundary],
-        statistics: jax.Array | None,
+        sent: StepScalars,
         measured: dict[int, jax.Array],
     ) -> None:
         """Advances by one step and the groups' `boundaries` after it.
@@ -142,12 +139,11 @@ class Progress:
         self.run.step += 1
         closes = np.array([boundary.closes for boundary in boundaries])
         if not closes.any():
-            self.run.schedule_state = self.run.schedule_state.open_step()
-            self._statistics = statistics
+            self._sent = sent if self._schedule.auto_window else None
             return
         selects = np.array([boundary.selects for boundary in boundaries])
-        self.run.schedule_state = self.run.schedule_state.close_window(self._first, closes, selects)
-        self._statistics, self._measured = None, measured
+        self.run.schedule_state = self.run.schedule_state.close_windows(closes, selects)
+        self._measured = measured
         self.run.reselections += int(selects.sum())
 
 

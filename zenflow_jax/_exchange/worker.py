@@ -221,13 +221,12 @@ class Worker:
         sent = StepScalars(*map(view, step_scalars)).unpack()
         step, factor = int(sent.step), float(sent.factor)
         mail.check(step, int(sent.token))
-        self.host.scalars = [AdamScalars(*map(float, scalars)) for scalars in sent.adam]
-        for scalars in self.host.scalars:
-            if not np.isfinite(scalars).all():
-                raise ValueError(
-                    f"A hyperparameter is not finite at step {step}: {scalars}. Check the learning "
-                    "rate schedule, and other computed hyperparameters."
-                )
+        self.host.scalars = AdamScalars(*map(float, sent.adam))
+        if not np.isfinite(self.host.scalars).all():
+            raise ValueError(
+                f"A hyperparameter is not finite at step {step}: {self.host.scalars}. Check the "
+                "learning rate schedule, and other computed hyperparameters."
+            )
         read = nbytes((gradients, step_scalars))
         if sent.finite:
             pieces, parts = [view(g) for g in gradients], self._offloaded.parts

@@ -17,7 +17,7 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, Sums
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
+from zenflow_jax._spec.scalars import AdamScalars, window_step
 from zenflow_jax._spec.schedule import Schedule
 
 #: The maximum number of steps whose mail is kept. An update frees the closed window's mail leaf by
@@ -129,7 +129,7 @@ class ClosedWindow:
 
     number: int
     counted: int  # steps that were not skipped
-    steps: list[WindowStep]  # from its last step's hyperparameters, for each learning rate
+    scalars: AdamScalars  # of its last step
     leaves: list[int]  # the numbers of the group's leaves
     # By leaf number; empty if no step counted. A leaf's update drops its entry.
     gradients: dict[int, WindowGradients]
@@ -202,7 +202,7 @@ class HostState:
         self._closed: list[ClosedWindow] = []  # windows waiting for their updates
         self._overflowed = False  # whether gradients ever exceeded the limit, so sums are reused
         # A window uses its last step's hyperparameters, even if that step was skipped.
-        self.scalars: Sequence[AdamScalars] = ()  # for each learning rate
+        self.scalars: AdamScalars | None = None
         self.before_write: Callable[[int], None] = lambda i: None
 
     @property
@@ -299,7 +299,7 @@ class HostState:
         closed = ClosedWindow(
             number=self.windows,
             counted=counted,
-            steps=[window_step(x, max(counted, 1), self._scaled) for x in self.scalars],
+            scalars=self.scalars,
             leaves=window.leaves,
             gradients={i: x.open for i, x in leaves.items() if counted},
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
@@ -357,9 +357,11 @@ class HostState:
         return SelectedRows(master, mu, nu, steps)
 
     def _step(self, window: ClosedWindow, i: int, active: np.ndarray) -> Iterator[None]:
-        leaf, step = self.leaves[i], window.steps[self.leaves[i].spec.rate]
+        leaf = self.leaves[i]
+        scalars = window.scalars.scaled(leaf.spec.lr_scale)
         if not leaf.spec.decay:
-            step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))
+            scalars = scalars._replace(weight_decay=0.0)
+        step = window_step(scalars, window.counted, self._scaled)
         gradients, scale = window.gradients[i], 1 / window.counted  # for the means
         arrays = leaf.master, leaf.mu, leaf.nu, leaf.steps
         if not self._scaled and window.counted > 1:

@@ -1,6 +1,5 @@
 """Checks the arguments of `zenflow()`."""
 
-import inspect
 import warnings
 from numbers import Real
 from typing import Any
@@ -10,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow, Select, Window
 from zenflow_jax._spec.rules import (
-    AutoSelect,
-    AutoWindow,
     SendGradients,
     check_int,
     check_int_or_none,
@@ -28,8 +26,8 @@ NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
 def check_schedule(
     *,
     topk_ratio: float,
-    update_interval: int | AutoWindow,
-    select_interval: int | AutoSelect | None,
+    update_interval: Window,
+    select_interval: Select,
     full_warm_up_rounds: int,
     rolling: bool,
     staleness: int | None,
@@ -38,13 +36,36 @@ def check_schedule(
 ) -> Schedule:
     """Returns the schedule that these arguments describe; errors name the invalid argument."""
     check_share("topk_ratio", topk_ratio, remedy=_IF_INJECTED)
-    window = _check_window(update_interval, topk_ratio)
-    select = _check_select(select_interval, window)
-    warm_up = check_int("full_warm_up_rounds", full_warm_up_rounds, 0, remedy=_IF_INJECTED)
     check_bool("rolling", rolling)
+    auto_window = auto_select = None
+    if isinstance(update_interval, AutoWindow):
+        auto_window, window = update_interval, update_interval.max_interval
+        if topk_ratio == 0:
+            raise ValueError(
+                "`topk_ratio` is 0, but an `AutoWindow` compares deferred with selected channels. "
+                "Pass a share above 0."
+            )
+    else:
+        kinds = "an int or an AutoWindow"
+        window = check_int("update_interval", update_interval, 1, kinds, _IF_INJECTED)
+    select = 16 * window
+    if isinstance(select_interval, AutoSelect):
+        auto_select = select_interval
+    elif select_interval is not None:
+        kinds = "an int, an AutoSelect or None"
+        select = check_int("select_interval", select_interval, 1, kinds, _IF_INJECTED)
     # An adaptive window is the same for all leaves, because all leaves decide when it closes.
-    in_turn = bool(rolling) and not isinstance(window, AutoWindow)
-    late = _check_staleness(staleness, window, in_turn)
+    in_turn = bool(rolling) and auto_window is None
+    late = check_int_or_none("staleness", staleness, 0, _IF_INJECTED)
+    if auto_window is not None and late:
+        raise ValueError(
+            f"`staleness` is {late}, but with an `AutoWindow` updates arrive at the next "
+            "boundary. Pass None or 0."
+        )
+    if late is None and auto_window is None:
+        late = 1 if in_turn else window
+    elif late is not None and late > window:
+        raise ValueError(f"`staleness` must be at most update_interval={window}, got {late}.")
     if window_scaling is not None:
         check_bool("window_scaling", window_scaling, " (True replaces all exponents) or None")
     if window_scaling and window != 1 and late != 0 and not in_turn:
@@ -53,64 +74,31 @@ def check_schedule(
             "as with `rolling=False` or an `AutoWindow`. Pass window_scaling=None.",
             stacklevel=3,
         )
-    share = _share_or_none("provisional_share", provisional_share) or None
+    share = provisional_share
+    if share is not None:
+        share = check_share("provisional_share", share, "a float or None", _IF_INJECTED) or None
     return Schedule(
         window=window,
         select=select,
-        full_warm_up_rounds=warm_up,
-        groups=window if in_turn and isinstance(window, int) else 1,
+        full_warm_up_rounds=check_int(
+            "full_warm_up_rounds", full_warm_up_rounds, 0, remedy=_IF_INJECTED
+        ),
+        groups=window if in_turn else 1,
         staleness=late,
         window_scaling=bool(window_scaling),
         # With windows of one step and no staleness, weights never wait for an update.
         provisional_share=None if window == 1 and late == 0 else share,
+        auto_window=auto_window,
+        auto_select=auto_select,
     )
 
 
-def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow:
-    if isinstance(interval, AutoWindow):
-        if topk_ratio == 0:
-            raise ValueError(
-                "`topk_ratio` is 0, but an `AutoWindow` compares deferred with selected channels. "
-                "Pass a share above 0."
-            )
-        return interval
-    return check_int("update_interval", interval, 1, "an int or an AutoWindow", _IF_INJECTED)
-
-
-def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect:
-    if isinstance(interval, AutoSelect):
-        return interval
-    if interval is None:
-        return 16 * (window.max_interval if isinstance(window, AutoWindow) else window)
-    kinds = "an int, an AutoSelect or None"
-    return check_int("select_interval", interval, 1, kinds, _IF_INJECTED)
-
-
-def _check_staleness(staleness: Any, window: int | AutoWindow, in_turn: bool) -> int | None:
-    """Returns the number of steps that an update waits; None means until the next boundary."""
-    staleness = check_int_or_none("staleness", staleness, 0, _IF_INJECTED)
-    if staleness is None:
-        return 1 if in_turn else window if isinstance(window, int) else None
-    if isinstance(window, AutoWindow) and staleness != 0:
-        raise ValueError(
-            f"`staleness` is {staleness}, but with an `AutoWindow` updates arrive at the next "
-            "boundary. Pass None or 0."
-        )
-    if isinstance(window, int) and staleness > window:
-        raise ValueError(f"`staleness` must be at most update_interval={window}, got {staleness}.")
-    return staleness
-
-
-def _share_or_none(name: str, value: Any) -> float | None:
-    return None if value is None else check_share(name, value, "a float or None", _IF_INJECTED)
-
-
-def check_send_gradients(value: Any) -> SendGradients:
+def check_send_gradients(value: str) -> SendGradients:
     check_one_of("send_gradients", value, [str(x) for x in SendGradients])
     return SendGradients(value)
 
 
-def check_transfer_dtype(dtype: Any) -> np.dtype | None:
+def check_transfer_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     """Returns the dtype that mail is cast to; None lets each leaf decide."""
     if dtype is None:
         return None
@@ -126,74 +114,38 @@ def check_transfer_dtype(dtype: Any) -> np.dtype | None:
 def check_numbers(**numbers: Any) -> None:
     """Rejects values that are not real scalars, and untraced values out of range."""
     for name, value in numbers.items():
-        if name != "max_grad_norm" or value is not None:
-            check_number(name, value)
-
-
-def check_number(name: str, value: Any, where: str = "") -> None:
-    """Checks one of `NUMBERS`; `where` names its leaf in errors."""
-    if callable(value) and name in ("learning_rate", "weight_decay"):
-        if not _is_schedule(value):
-            raise TypeError(
-                f"`{name}`{where} is a function of more than a step count: {value!r}. Pass a "
-                "schedule. (Only `zenflow`'s `learning_rate` can be a function of (path, leaf).)"
+        has_schedule = name in ("learning_rate", "weight_decay")
+        if (has_schedule and callable(value)) or (name == "max_grad_norm" and value is None):
+            continue
+        dtype = getattr(value, "dtype", np.dtype(type(value) if isinstance(value, Real) else bool))
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        is_real = is_float or jnp.issubdtype(dtype, jnp.integer)
+        if not is_real or getattr(value, "shape", ()) != ():
+            remedy = (
+                "For several rates, pass `lr_scale`."
+                if has_schedule
+                else "For a schedule, use `optax.inject_hyperparams`."
             )
-        return
-    dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, Real) else None)
-    if dtype is None or getattr(value, "shape", ()) != () or not _is_real(dtype):
-        kinds = "a number or a scalar array"
-        if callable(value):
-            kinds += " (for a schedule use `optax.inject_hyperparams`)"
-        raise TypeError(f"`{name}`{where} must be {kinds}, got {value!r}.")
-    if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4:
-        raise TypeError(
-            f"`{name}`{where} is rounded to {dtype}, in which 0.999 becomes 1. Pass "
-            "hyperparam_dtype=jnp.float32 to `optax.inject_hyperparams`."
-        )
-    if not isinstance(value, Tracer):
-        _check_range(name, float(np.asarray(value)), where)
+            raise TypeError(f"`{name}` must be a number or a scalar array, got {value!r}. {remedy}")
+        if is_float and np.dtype(dtype).itemsize < 4:
+            raise TypeError(
+                f"`{name}` is rounded to {dtype}, in which 0.999 becomes 1. Pass "
+                "hyperparam_dtype=jnp.float32 to `optax.inject_hyperparams`."
+            )
+        if isinstance(value, Tracer):
+            continue
+        number = float(np.asarray(value))
+        if not np.isfinite(number) or number < 0:
+            raise ValueError(f"`{name}` must be finite and at least 0, got {number}.")
+        if name in ("b1", "b2") and number >= 1:
+            raise ValueError(f"`{name}` must be in [0, 1), got {number}.")
+        if name == "max_grad_norm" and number == 0:
+            raise ValueError("`max_grad_norm` must be above 0, or None for no clipping, got 0.")
 
 
-def _check_range(name: str, number: float, where: str) -> None:
-    if not np.isfinite(number) or number < 0:
-        raise ValueError(f"`{name}`{where} must be finite and at least 0, got {number}.")
-    if name in ("b1", "b2") and number >= 1:
-        raise ValueError(f"`{name}` must be in [0, 1), got {number}.")
-    if name == "max_grad_norm" and number == 0:
-        raise ValueError("`max_grad_norm` must be above 0, or None for no clipping, got 0.")
-
-
-def check_learning_rate(rate: Any) -> None:
-    """Checks a rate or a tree of rates; the results of a function are checked when it is called."""
-    if not callable(rate):
-        for path, x in jax.tree_util.tree_leaves_with_path(rate) or [((), rate)]:
-            check_number("learning_rate", x, f" at {jax.tree_util.keystr(path)}" if path else "")
-    elif not jax.tree_util.all_leaves([rate]):
-        raise TypeError(
-            f"`learning_rate` is a {type(rate).__name__}, which is both a function and a tree. "
-            "Pass `lambda count: rate(count)` for a schedule, or `lambda path, leaf: ...` for a "
-            "tree."
-        )
-
-
-def takes_leaf(rate: Any) -> bool:
-    """Returns whether `rate` is a function of (path, leaf)."""
-    return callable(rate) and not _is_schedule(rate)
-
-
-def _is_schedule(function: Any) -> bool:
-    """Returns whether a function takes a single argument that is not named after a path."""
-    try:
-        signature = inspect.signature(function)
-        signature.bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # some builtin functions have no signature
-        return True
-    return "path" not in next(iter(signature.parameters))
-
-
-def check_selectors(channel_axis: Any, resident: Any, partition_replicated: Any, mask: Any) -> None:
+def check_selectors(
+    channel_axis: object, resident: object, partition_replicated: object, mask: object
+) -> None:
     if not callable(channel_axis):
         kinds = "an int or a function of (path, leaf)"
         check_int("channel_axis", channel_axis, None, kinds, _IF_INJECTED)
@@ -211,7 +163,7 @@ def check_selectors(channel_axis: Any, resident: Any, partition_replicated: Any,
         )
 
 
-def check_bool(name: str, value: Any, or_else: str = "") -> None:
+def check_bool(name: str, value: object, or_else: str = "") -> None:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be a bool{or_else}, got {value!r}. {_IF_INJECTED}")
 
@@ -220,7 +172,3 @@ _IF_INJECTED = (
     "With `optax.inject_hyperparams`, pass static_args=zenflow_jax.STATIC_ARGS, or this argument "
     "becomes an array or a schedule."
 )
-
-
-def _is_real(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)

@@ -12,8 +12,9 @@ from jax.core import Tracer
 
 from zenflow_jax._spec.mesh import Placement
 
-#: Dtypes that a leaf may have. Wider dtypes would lose bits in float32 arithmetic.
-DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
+#: Dtypes that a leaf may have. Wider dtypes would lose bits in float32 arithmetic. In float16, most
+#: gradients underflow unless the loss is scaled, and no 16 bits complete a weight to its master.
+DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +26,18 @@ class LeafSpec:
     dtype: np.dtype
     axis: int | None  # channel axis, counted from the front; None for a resident leaf
     k: int  # selected channels in each stack entry; 0 for a resident leaf
-    decay: bool  # whether weight decay applies
+    decay: bool = True  # whether weight decay applies
     placement: Placement | None = None  # None on one device
     transfer_dtype: np.dtype | None = None  # dtype of its mail; None for the leaf's own dtype
     # The group of each range on its first stack axis; usually there is only one range.
     groups: tuple[int, ...] = (0,)
     start: int | None = None  # for a range of a stacked leaf: its first entry
-    rate: int = 0  # the number of its learning rate (`rates.py`)
+    lr_scale: float = 1.0  # multiplies the learning rate
 
     @property
     def anonymous(self) -> "LeafSpec":
         """Returns a spec that all similar leaves have in common, so that they share programs."""
-        return dataclasses.replace(self, name="", decay=False, groups=(0,), rate=0)
+        return dataclasses.replace(self, name="", decay=False, groups=(0,), lr_scale=1.0)
 
     @property
     def group(self) -> int:

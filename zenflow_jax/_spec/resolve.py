@@ -1,44 +1,73 @@
 """Decides what kind of leaf each parameter is.
 
-Only this file and `rates.py` call the user's leaf functions.
+Only this file calls the user's leaf functions.
 """
 
 import dataclasses
-from collections.abc import Callable
-from numbers import Integral
+import logging
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import NamedSharding
 
 from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, check_memory, plain_name
 from zenflow_jax._spec.mesh import Placement, divide_blocks, explicit_axes, placement_of
 from zenflow_jax._spec.rules import round_up
+
+_logger = logging.getLogger("zenflow_jax")
+Path = tuple[Any, ...]  # a key path
 
 
 class LeafRules(NamedTuple):
     """The arguments of `zenflow` that decide what kind of leaf each parameter is."""
 
     topk_ratio: float
-    channel_axis: int | Callable[[tuple[Any, ...], Any], int]
-    resident: Callable[[tuple[Any, ...], Any], bool] | None
-    partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool]
+    channel_axis: int | Callable[[Path, Any], int]
+    resident: Callable[[Path, Any], bool] | None
+    partition_replicated: bool | Callable[[Path, Any], bool]
     transfer_dtype: np.dtype | None
+    mask: Any  # a tree of bools, or a function that returns one
+    lr_scale: Any  # a tree of numbers, or a function of a leaf
+    param_shardings: Any  # a tree of shardings, or a function that returns one
 
 
-def resolve(
-    path: tuple[Any, ...], leaf: Any, rules: LeafRules, *, sharding: Any, decay: bool
-) -> LeafSpec:
-    """Returns the spec of one leaf, whose kind depends on the user's options."""
+def resolve_specs(params: Any, rules: LeafRules) -> tuple[LeafSpec, ...]:
+    """Returns a `LeafSpec` for each leaf of `params`, in order."""
+    paths = jax.tree_util.tree_leaves_with_path(as_pure(params))
+    if not paths:  # `params` may be any placeholder
+        return ()
+    each = zip(
+        paths, _decayed(params, rules.mask), _shardings(params, rules.param_shardings), strict=True
+    )
+    scales = _scales(params, rules.lr_scale)
+    return tuple(
+        dataclasses.replace(_resolve(path, leaf, rules, sharding), decay=decay, lr_scale=scale)
+        for ((path, leaf), decay, sharding), scale in zip(each, scales, strict=True)
+    )
+
+
+def _resolve(path: Path, leaf: Any, rules: LeafRules, sharding: NamedSharding | None) -> LeafSpec:
+    """Returns a leaf's spec, except for weight decay and learning rate."""
     name = plain_name(path)
-    shape, dtype = _check_leaf(leaf, name)
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise TypeError(f"{name} is not an array: {leaf!r}. {_KEEP_OUT}")
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
+        raise ValueError(
+            f"{name} is {leaf.dtype}, but zenflow trains float32 and bfloat16. Cast weights in "
+            f"float16 to bfloat16. {_KEEP_OUT}"
+        )
+    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     check_memory(name, leaf)
     place = placement_of(leaf, sharding)
     if place is not None:
         _check_even(name, shape, place)
         place = place.without_types()
-    alone = LeafSpec(name, shape, dtype, None, k=0, decay=decay, placement=place)
+    alone = LeafSpec(name, shape, dtype, None, k=0, placement=place)
     resident = rules.resident
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
         return alone
@@ -48,14 +77,10 @@ def resolve(
         raise ValueError(
             f"`channel_axis` is {axis} for {name} of shape {shape}. Pass one of its axes."
         )
-    transfer_dtype = rules.transfer_dtype
-    if transfer_dtype is None and dtype == np.float16:
-        # Unscaled gradients do not fit in float16: most underflow, some overflow.
-        transfer_dtype = np.dtype(np.float32)
-    elif transfer_dtype == dtype:
-        transfer_dtype = None
-    spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=transfer_dtype)
-    k = selected_channels(rules.topk_ratio, spec.n, spec.pieces)
+    sent = None if rules.transfer_dtype == dtype else rules.transfer_dtype
+    spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=sent)
+    # Each equal piece of the channel axis selects the same number of channels.
+    k = spec.pieces * round_up(rules.topk_ratio, spec.n // spec.pieces)
     if k >= spec.n:
         return alone  # with every channel selected, nothing is left to offload
     cut = rules.partition_replicated
@@ -65,21 +90,6 @@ def resolve(
         rest = range(len(spec.stack), len(shape))
         place = divide_blocks(place, shape, [i for i in reversed(rest) if i != spec.axis])
     return dataclasses.replace(spec, k=k, placement=place)
-
-
-def selected_channels(topk_ratio: float, n: int, pieces: int) -> int:
-    """Returns how many of `n` channels are selected: the same number in each equal piece."""
-    return pieces * round_up(topk_ratio, n // pieces)
-
-
-def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise TypeError(f"{name} is not an array: {leaf!r}. {_KEEP_OUT}")
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
-        raise ValueError(
-            f"{name} is {leaf.dtype}; zenflow trains float32, bfloat16 and float16. {_KEEP_OUT}"
-        )
-    return tuple(leaf.shape), np.dtype(leaf.dtype)
 
 
 _KEEP_OUT = (
@@ -104,29 +114,14 @@ def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
             )
 
 
-def resolve_specs(
-    params: Any, rules: LeafRules, param_shardings: Any, mask: Any
-) -> tuple[LeafSpec, ...]:
-    """Returns a `LeafSpec` for each leaf of `params`, in order."""
-    paths = jax.tree_util.tree_leaves_with_path(as_pure(params))
-    if not paths:
-        return ()
-    return tuple(
-        resolve(path, leaf, rules, sharding=sharding, decay=decay)
-        for (path, leaf), decay, sharding in zip(
-            paths, _decayed(params, mask), _shardings(params, param_shardings), strict=True
-        )
-    )
-
-
-def _shardings(params: Any, param_shardings: Any) -> list[Any]:
+def _shardings(params: Any, param_shardings: Any) -> list[NamedSharding] | list[None]:
     """Returns the user's sharding for each leaf, or None if there is none."""
     count = len(jax.tree.leaves(params))
     if param_shardings is None:
         return [None] * count
     tree = param_shardings(params) if callable(param_shardings) else param_shardings
     shardings = jax.tree.leaves(tree)
-    wrong = [x for x in shardings if not isinstance(x, jax.sharding.NamedSharding)]
+    wrong = [x for x in shardings if not isinstance(x, NamedSharding)]
     if wrong or len(shardings) != count:
         raise TypeError(
             "`param_shardings` needs one NamedSharding for each leaf, but has "
@@ -137,14 +132,25 @@ def _shardings(params: Any, param_shardings: Any) -> list[Any]:
 
 
 def _decayed(params: Any, mask: Any) -> list[bool]:
-    """Returns whether weight decay applies to each leaf; `mask` may be a prefix tree."""
-    if mask is None:
-        return [True] * len(jax.tree.leaves(params))
-    tree = mask(params) if callable(mask) else mask
-    return list(map(bool, spread("mask", tree, params, "bools")))
+    """Returns whether weight decay applies to each leaf."""
+    tree = mask(params) if callable(mask) else True if mask is None else mask
+    return list(map(bool, _spread("mask", tree, params, "bools")))
 
 
-def spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
+def _scales(params: Any, lr_scale: Any) -> list[float]:
+    """Returns each leaf's factor for the learning rate."""
+    if callable(lr_scale):
+        scales = jax.tree_util.tree_map_with_path(lr_scale, as_pure(params))
+    else:
+        scales = 1.0 if lr_scale is None else lr_scale
+    values = _spread("lr_scale", scales, params, "numbers")
+    for x in values:
+        if not isinstance(x, Real) or not 0 <= float(x) < np.inf:
+            raise ValueError(f"`lr_scale` is {x!r} for a leaf. Use a finite number, at least 0.")
+    return list(map(float, values))
+
+
+def _spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
     """Returns the value for each leaf of `params` from an argument that is a prefix tree."""
     values: list[Any] = []
     try:
@@ -159,3 +165,27 @@ def spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
             f"of {kind} with the parameters' structure."
         ) from error
     return values
+
+
+def warn_of_leaves(params: Any, specs: Sequence[LeafSpec], *, offloads: bool, clips: bool) -> None:
+    """Warns about leaves that the user probably did not intend; `repr(state)` shows all leaves."""
+    if offloads and any(0 not in x.shape for x in specs) and all(x.resident for x in specs):
+        _logger.warning(
+            f"zenflow saves no memory: all {len(specs)} leaves stay on the device (the first is "
+            f"{specs[0].name or 'a bare array'} of shape {specs[0].shape}). It offloads only "
+            "leaves that have two or more axes and do not match `resident`. Leave out "
+            "`optax.flatten`, or change `resident` or `topk_ratio`."
+        )
+    nodes = jax.tree.leaves(params, is_leaf=_is_masked)
+    masked = sum(map(_is_masked, nodes))
+    if clips and masked:
+        _logger.warning(
+            "`max_grad_norm` clips by the norm of this `zenflow`'s leaves "
+            f"({len(nodes) - masked}). `optax.partition` or `optax.masked` hides other leaves "
+            f"({masked}). If these are trained, use `optax.clip_by_global_norm` before the "
+            "partition instead."
+        )
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)

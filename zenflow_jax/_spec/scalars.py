@@ -1,13 +1,9 @@
 """A step's hyperparameters, and the step scalars that carry them to the host."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-
-from zenflow_jax._spec.leaf import LeafSpec
 
 #: The token of a step whose mail no engine has taken yet.
 USED = -1
@@ -16,9 +12,7 @@ MISUSED = -2
 
 
 class AdamScalars(NamedTuple):
-    """A leaf's hyperparameters: Python numbers or float32 scalars, traced or not.
-
-    Leaves differ only in the learning rate.
+    """A step's hyperparameters: Python numbers or float32 scalars, traced or not.
 
     `1 - b` is computed from a Python `b`: in float32, 1 - 0.999 has a relative error of 1e-5.
     """
@@ -31,9 +25,14 @@ class AdamScalars(NamedTuple):
     eps: Any
     weight_decay: Any
 
+    def scaled(self, lr_scale: float) -> "AdamScalars":
+        """Returns the hyperparameters of a leaf, in float32, so that both halves use one rate."""
+        if lr_scale == 1:
+            return self
+        return self._replace(learning_rate=self.learning_rate * np.float32(lr_scale))
 
-#: The number of hyperparameters that all leaves share.
-_SHARED = len(AdamScalars._fields) - 1
+
+_FLOATS = len(AdamScalars._fields) + 1
 
 
 class WindowStep(NamedTuple):
@@ -78,38 +77,35 @@ def window_step(scalars: AdamScalars, counted: int, scaled: bool) -> WindowStep:
 class StepFacts(NamedTuple):
     """The scalars that a step sends to the host, in NumPy or jax."""
 
-    adam: Sequence[AdamScalars]  # one for each learning rate, in the order of their numbers
+    adam: AdamScalars
     factor: Any  # the clipping factor
     step: Any
     token: Any
     finite: Any  # whether the step counts: 1 or 0
+    statistics: Any = None  # float32, for an `AutoWindow`: `window_statistics`
 
 
 class StepScalars(NamedTuple):
     """A step's scalars in a few arrays, because each array costs a copy to host memory."""
 
-    # float32 (rates + 7,): the learning rates, the rest of AdamScalars, the clipping factor
-    floats: Any
+    floats: Any  # float32 (8 + statistics,): AdamScalars, the clipping factor, statistics
     ints: Any  # int32 (3,): step, token, whether the gradient was finite
-    statistics: Any = None  # float32 (1 + 2 leaves,), for `ScheduleState.add`; None if not needed
 
     @staticmethod
-    def sizes(specs: Sequence[LeafSpec], statistics: bool) -> list[tuple[int, np.dtype]]:
-        rates = 1 + max((spec.rate for spec in specs), default=0)
-        sizes = [(rates + _SHARED + 1, np.dtype(np.float32)), (3, np.dtype(np.int32))]
-        if statistics:
-            offloaded = sum(not spec.resident for spec in specs)
-            sizes.append((1 + 2 * offloaded, np.dtype(np.float32)))
-        return sizes
+    def sizes(statistics: int) -> list[tuple[int, np.dtype]]:
+        return [(_FLOATS + statistics, np.dtype(np.float32)), (3, np.dtype(np.int32))]
 
     @classmethod
-    def pack(cls, facts: StepFacts, statistics: jax.Array | None) -> "StepScalars":
-        numbers = [*(s.learning_rate for s in facts.adam), *facts.adam[0][1:], facts.factor]
-        floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
+    def pack(cls, facts: StepFacts) -> "StepScalars":
+        floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*facts.adam, facts.factor)])
+        if facts.statistics is not None:
+            floats = jnp.concatenate([floats, facts.statistics])
         ints = jnp.stack([facts.step, facts.token, facts.finite.astype(jnp.int32)])
-        return cls(floats, ints, statistics)
+        return cls(floats, ints)
 
     def unpack(self) -> StepFacts:
-        floats, ints = self.floats.ravel(), self.ints.ravel()
-        rates, shared = (numbers := [*floats[:-1]])[:-_SHARED], numbers[-_SHARED:]
-        return StepFacts([AdamScalars(rate, *shared) for rate in rates], floats[-1], *ints)
+        floats = self.floats.ravel()
+        *adam, factor = floats[:_FLOATS]
+        return StepFacts(
+            AdamScalars(*adam), factor, *self.ints.ravel(), statistics=floats[_FLOATS:]
+        )

@@ -208,7 +208,7 @@ def _shape_of(path: str, x: Any) -> jax.ShapeDtypeStruct:
         )
     if (dtype := jnp.result_type(x)) not in DTYPES:
         raise TypeError(
-            f"{path} is {dtype.name}, but weights must be float32, bfloat16 or float16. Pass "
+            f"{path} is {dtype.name}, but weights must be float32 or bfloat16. Pass "
             "arrays that are not weights in the batch, or return them from `first` in `shared`."
         )
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):

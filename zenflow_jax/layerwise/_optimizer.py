@@ -1,9 +1,9 @@
 """An optimizer's update on the device, for one leaf at a time.
 
-A leaf's float32 master is its weight and, if the weight is not float32, `rest`: the other 16 bits
-of a bfloat16 weight, or the master of a float16 weight. The optimizer sees the tree of the leaf's
-block (a layer, or the outer weights) with None in place of all other leaves, which jax takes for
-empty subtrees. So masks and label functions work as for a whole tree.
+A leaf's float32 master is its weight and, if the weight is bfloat16, `rest`, the other 16 bits. The
+optimizer sees the tree of the leaf's block (a layer, or the outer weights) with None in place of
+all other leaves, which jax takes for empty subtrees. So masks and label functions work as for a
+whole tree.
 """
 
 import functools
@@ -19,7 +19,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 #: The dtype of `rest` for each dtype of a weight.
-_REST = {np.dtype(jnp.bfloat16): jnp.int16, np.dtype(jnp.float16): jnp.float32}
+_REST = {np.dtype(jnp.bfloat16): jnp.int16}
 #: Smaller arrays stay on the device, because copies of any size take about as long.
 SMALL_BYTES = 64 * 1024
 
@@ -171,8 +171,6 @@ def _rest(master: Any, weight: Any) -> tuple[Any, ...]:
     """
     if weight.dtype == jnp.float32:
         return ()
-    if weight.dtype != jnp.bfloat16:
-        return (master,)
     rest = _bits(master) - _bits(weight.astype(jnp.float32))
     return (jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16),)
 
@@ -180,8 +178,6 @@ def _rest(master: Any, weight: Any) -> tuple[Any, ...]:
 def _master(leaf: Parts) -> Any:
     if leaf.weight.dtype == jnp.float32:
         return leaf.weight
-    if leaf.weight.dtype != jnp.bfloat16:
-        return leaf.others[0]
     bits = _bits(leaf.weight.astype(jnp.float32)) + leaf.others[0].astype(jnp.int32)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -36,7 +36,7 @@ def needs_of(
     """
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
-    window, groups = schedule.longest_window, schedule.groups
+    window, groups = schedule.window, schedule.groups
     totals = np.zeros((groups, 8))
     specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
     early = within(specs, prefetch_bytes)
@@ -69,7 +69,7 @@ def needs_of(
         waiting, twice = min(schedule.staleness or 1, groups), np.tile(of_groups, 2)
         return max(twice[j : j + waiting].sum() for j in range(groups))
 
-    usual = schedule.window if isinstance(schedule.window, int) else 2
+    usual = 2 if schedule.auto_window else schedule.window
     device = {
         "mail under way": 0 if sending.in_step else mail.sum(),
         "uploads": most(upload - late),  # that wait to be merged
