@@ -95,7 +95,7 @@ class Integrity:
         self._since += 1
         if not self._before:
             return
-        shared = step_scalars._replace(statistics=None), self._schedule, self._all
+        shared = step_scalars, self._schedule, self._all
         pairs = zip(self._turns[0], self._before, strict=True)
         # Scalars stay separate, because no arrays are joined outside programs: some GPUs compute
         # single operations incorrectly (jax-ml/jax#40633).
