@@ -120,9 +120,7 @@ def make_leaf(
         for entry in np.ndindex(*stack)
         for shard in range(shards)
     ]
-    # Unscaled gradients do not fit float16.
-    own: Any = np.float32 if param.dtype == np.float16 else param.dtype
-    mail_dtype = settings.transfer_dtype or own
+    mail_dtype = settings.transfer_dtype or param.dtype
     return Leaf(param, axis, stack, k, np.dtype(mail_dtype), groups, [0] * len(groups))
 
 

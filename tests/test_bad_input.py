@@ -370,7 +370,8 @@ NO_ENGINE = [
     (lambda: engine(SQUARE), ValueError, "is float32 (3, 6)"),
     (lambda: engine(ON_HOST), ValueError, IN_HOST_MEMORY),
     (lambda: attach(step)(ON_HOST, STATE), ValueError, IN_HOST_MEMORY),
-    (lambda: engine(of_dtype(jnp.float16)), ValueError, "is float16 (6, 3)"),
+    (lambda: TX.init(of_dtype(jnp.float16)), ValueError, "Cast weights in float16 to bfloat16"),
+    (lambda: engine(of_dtype(jnp.bfloat16)), ValueError, "is bfloat16 (6, 3)"),
 ]
 
 

@@ -48,12 +48,7 @@ def resolve(
         raise ValueError(
             f"`channel_axis` is {axis} for {name} of shape {shape}. Pass one of its axes."
         )
-    transfer_dtype = rules.transfer_dtype
-    if transfer_dtype is None and dtype == np.float16:
-        # Unscaled gradients do not fit in float16: most underflow, some overflow.
-        transfer_dtype = np.dtype(np.float32)
-    elif transfer_dtype == dtype:
-        transfer_dtype = None
+    transfer_dtype = None if rules.transfer_dtype == dtype else rules.transfer_dtype
     spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=transfer_dtype)
     k = selected_channels(rules.topk_ratio, spec.n, spec.pieces)
     if k >= spec.n:
@@ -77,7 +72,8 @@ def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
         raise TypeError(f"{name} is not an array: {leaf!r}. {_KEEP_OUT}")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
         raise ValueError(
-            f"{name} is {leaf.dtype}; zenflow trains float32, bfloat16 and float16. {_KEEP_OUT}"
+            f"{name} is {leaf.dtype}, but zenflow trains float32 and bfloat16. Cast weights in "
+            f"float16 to bfloat16. {_KEEP_OUT}"
         )
     return tuple(leaf.shape), np.dtype(leaf.dtype)
 
