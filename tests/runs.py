@@ -382,7 +382,7 @@ class Training:
             np.put_along_axis(steps, channels, np.asarray(s.steps), axis=-1)
             arrays = []
             for name, rows in (("master", master), ("mu", s.mu), ("nu", s.nu)):
-                full = np.array(deferred[name])
+                full = np.array(s.spec.turned(deferred[name]))
                 np.put_along_axis(full, _along(channels, leaf), np.asarray(rows), axis=leaf.axis)
                 arrays.append(full)
             of_leaves[leaf.name] = *arrays, np.broadcast_to(_along(steps, leaf), leaf.shape)

@@ -126,9 +126,9 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
             selected_values = take(weight, shard.to_local(leaf.channels), shard.block)
             master = shard.gather(current_masters(shard.own(selected_values), leaf, shard.part))
             selected = gather_to_channels(master, place, shard.block)
-        host = shard.gather(host)
+        host = shard.gather(shard.block.turned(host))
         host = jnp.where(rounded(host, weight.dtype) == wide, host, wide)
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
-    takes = [layout.block, leaf_layout(spec), layout.part]
+    takes = [layout.block, leaf_layout(spec), layout.host]
     return on_each_device(masters, spec, takes, layout.block)(weight, leaf, host)

@@ -155,7 +155,7 @@ def _arrays_of(spec: LeafSpec, mail: Any) -> dict[str, Any]:
     wide = each = None
     if isinstance(sharding, NamedSharding):
         layout, mesh = Layout(spec), sharding.mesh
-        wide = NamedSharding(mesh, layout.part, memory_kind=HOST)
+        wide = NamedSharding(mesh, layout.host, memory_kind=HOST)
         each = NamedSharding(mesh, layout.channels, memory_kind=HOST)
     elif sharding is not None:
         (device,) = sharding.device_set
@@ -164,7 +164,8 @@ def _arrays_of(spec: LeafSpec, mail: Any) -> dict[str, Any]:
     def counts(n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*spec.stack, n), np.int32, sharding=each)
 
-    arrays = {name: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=wide) for name in WIDE}
+    shape = spec.on_host.shape
+    arrays = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=wide) for name in WIDE}
     arrays["steps"] = counts(spec.n)
     if spec.k:  # orbax cannot write empty arrays
         # The channels that were selected while the pending update's window was open.

@@ -37,9 +37,9 @@ def split_uploads(uploads: Sequence[Any], specs: Sequence[LeafSpec]) -> tuple[li
 
 
 def _becomes_weight(spec: LeafSpec) -> bool:
-    """Returns whether a leaf's upload is as large as its parameter on each device."""
+    """Returns whether a leaf's upload has its parameter's shape on each device."""
     gathered = spec.placement is not None and any(spec.placement.shares)
-    return spec.start is None and not gathered
+    return spec.start is None and not gathered and not spec.trailing
 
 
 # A merge consumes uploads, never the caller's parameters, which may still be in use. An upload of
@@ -61,14 +61,14 @@ def merge(
         block = shard.block
         either = (contains(x.reshape(*block.stack, block.k), block.n) for x in (during, after))
         selected = broadcast_channels(next(either) | next(either), block)
-        return jnp.where(selected, weight, shard.gather(upload))
+        return jnp.where(selected, weight, shard.gather(block.turned(upload)))
 
     uploads = {True: iter(donated), False: iter(kept)}
     widths = channel_widths(specs)
     new = each_leaf(
         merge_leaf,
         specs,
-        lambda lay: [lay.block, lay.part, lay.each_device, lay.each_device],
+        lambda lay: [lay.block, lay.host, lay.each_device, lay.each_device],
         lambda lay: lay.block,
         map(cut, weights, specs),
         (next(uploads[_becomes_weight(spec)]) for spec in specs),

@@ -124,10 +124,10 @@ def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int)
     if not sending.in_step:
         rank = len(spec.shape)
     elif spec.placement is None:
-        return host_zeros(spec.shape, spec.mail_dtype, rank, p)
+        return host_zeros(spec.on_host.shape, spec.mail_dtype, rank, p)
 
     def zeros(shard: Shard, _: jax.Array) -> jax.Array:
-        shape = shard.part.shape if sending.in_step else (1,) * len(spec.shape)
+        shape = shard.part.on_host.shape if sending.in_step else (1,) * len(spec.shape)
         return with_rank(jnp.zeros(shape, spec.mail_dtype), rank)
 
     layout = Layout(spec)

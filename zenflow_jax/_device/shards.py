@@ -27,14 +27,14 @@ class Layout:
 
     Attributes:
         block: For the parameter and its updates.
-        part: For gradients, masters and moments, whole or selected.
+        part: For gradients, masters and moments on the device, whole or selected.
+        host: For mail and uploads, whose axes have the host's order (`LeafSpec.on_host`).
         channels: For arrays with one entry per channel, `(*stack, n)` or `(*stack, k)`.
         each_device: For values that differ on every device, joined along the first axis.
     """
 
     def __init__(self, spec: LeafSpec):
-        place = spec.placement
-        self._place, self._rank = place, len(spec.shape)
+        place, self._on_host = spec.placement, spec.on_host
         self.block = self.part = self.channels = self.each_device = REPLICATED
         if place is None:
             return
@@ -44,11 +44,16 @@ class Layout:
             stack = place.block[: len(spec.stack)]
             self.channels = partition_spec((*stack, place.block[spec.axis]))
 
+    @property
+    def host(self) -> PartitionSpec:
+        return self.mail(len(self._on_host.shape))
+
     def mail(self, rank: int) -> PartitionSpec:
-        """Returns the spec of a part with mail's unit axes, which `memory.with_rank` adds."""
-        if self._place is None:
+        """Returns the spec of a part on the host, with the unit axes that `with_rank` adds."""
+        place = self._on_host.placement
+        if place is None:
             return REPLICATED
-        part, unit = self._place.part, ((),) * (rank - self._rank)
+        part, unit = place.part, ((),) * (rank - len(self._on_host.shape))
         return partition_spec((*part[:-2], *unit, *part[-2:]))
 
 

@@ -113,7 +113,7 @@ def _split(
     # after the last matmul (benchmarks/LOG.md, gpu_program). The barrier also applies to a gradient
     # that stays on the device, so that except for the copies, the programs and results are equal.
     g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
-    mail = with_rank(g.astype(spec.mail_dtype), rank)
+    mail = with_rank(spec.turned(g).astype(spec.mail_dtype), rank)
     sign = g if signs and not packing else sign
     return GradientParts(shard.sum(squares), selected, sign, mail)
 

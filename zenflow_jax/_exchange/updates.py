@@ -81,7 +81,7 @@ class Updates:
                 ends = np.cumsum(channel_widths(group.specs))[:-1]
                 for i, part in zip(group.part_numbers, group.parts, strict=True):
                     rows = np.split(read(part.of(pending.before)), ends, axis=1)
-                    shape = part.spec.view4(part.spec.k)[::2]
+                    shape = part.spec.view3(part.spec.k)[:2]
                     channels[i] = rows[part.leaf].reshape(shape)
         return channels
 
@@ -137,7 +137,7 @@ class Updates:
         self.loads += 1
 
     def masters(self, number: int) -> jax.Array:
-        """Returns a leaf's masters on the devices, in parts; selected channels are stale.
+        """Returns a leaf's masters on the devices, as for a merge; selected channels are stale.
 
         The worker must be idle.
         """
@@ -149,7 +149,7 @@ class Updates:
         pieces = self._offloaded.on_devices(number, numbers, upload)
         spec, sharding = self._specs[number], self._offloaded.shardings[number]
         # The uploads may read live masters, which the next update overwrites.
-        return jax.block_until_ready(assemble(pieces, spec.shape, sharding))
+        return jax.block_until_ready(assemble(pieces, spec.on_host.shape, sharding))
 
     def note_channels(self, leaves: Leaves) -> None:
         """Records the selected channels of a new or resumed run, for merges."""
@@ -169,7 +169,7 @@ class Updates:
         group = self._offloaded.groups[number]
         params, arrays = group.pick(weights), by_leaf(group.parts, uploads)
         new = [
-            assemble(pieces, spec.shape, part_sharding(weight, spec))
+            assemble(pieces, spec.on_host.shape, part_sharding(weight, spec))
             for weight, spec, pieces in zip(params, group.specs, arrays, strict=True)
         ]
         donated, kept = split_uploads(new, group.specs)

@@ -271,9 +271,12 @@ class Worker:
         for i, (moved, part) in enumerate(zip(in_host_memory, group.parts, strict=True)):
             if moved:
                 chosen, *rows = moved
-                old, number = SelectedRows.of([*map(view, rows)], part.spec), window.leaves[i]
+                *wide, steps = map(view, rows)
+                old = SelectedRows.of([*map(part.turned, wide), steps], part.spec)
+                number = window.leaves[i]
                 new = self.host.hand_over(window, number, old, host_channels(chosen, part))
-                entering[i] = part.on_devices(new.on_device(part.spec))
+                *wide, steps = new.on_device(part.spec)
+                entering[i] = part.on_devices((*map(part.turned, wide), steps))
         self._count(bytes_to_host=nbytes(in_host_memory), bytes_to_device=nbytes(entering))
         return entering
 

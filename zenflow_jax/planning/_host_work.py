@@ -4,7 +4,7 @@ States may consist of shapes. Host memory limits the speed of updates, so work i
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.parts import within
 from zenflow_jax._exchange.pinned import buffers, most_kept
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import bytes_of_moments
+from zenflow_jax._host.arrays import bytes_of
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
 
@@ -61,7 +60,7 @@ def needs_of(
         size, entries = math.prod(part.shape), math.prod(part.stack)
         group_totals[part.group] += (
             size,
-            _state_bytes(part.view4(part.n), part.dtype, compact),
+            bytes_of(part.on_host.view3(part.n), part.dtype, compact=compact),
             entries * (part.n + part.k) * np.dtype(np.int32).itemsize,
             math.prod(part.selected_shape) * 3 * _FLOAT32,
             size * part.mail_dtype.itemsize,
@@ -107,8 +106,3 @@ def needs_of(
         to_host=float(sent.sum()),
         to_device=float(upload.sum() / usual),
     )
-
-
-def _state_bytes(shape: tuple[int, int, int, int], dtype: Any, compact: bool) -> int:
-    masters = sum(x.itemsize for x in Masters.zeros((0,), dtype).arrays)
-    return math.prod(shape) * masters + bytes_of_moments(shape, compact=compact)
