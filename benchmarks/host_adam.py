@@ -170,7 +170,7 @@ def add_zenflow(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, nam
         active,
         masters=split,
         more: Sequence[np.ndarray] = (),
-        moments: Sequence[HostArray] = (HostArray(x.m), HostArray(x.v)),
+        moments: tuple[HostArray, HostArray] = (HostArray(x.m), HostArray(x.v)),
     ) -> Run:
         gradients = [(a, 1.0) for a in (g, *more)]
         steps = np.full(active.shape, 10, np.int32)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from zenflow_jax import _version
 from zenflow_jax._device.memory import HOST
-from zenflow_jax._device.shards import Layout
+from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import NONE, Counts
@@ -154,9 +154,9 @@ def _arrays_of(spec: LeafSpec, mail: Any) -> dict[str, Any]:
     sharding = mail.sharding
     wide = each = None
     if isinstance(sharding, NamedSharding):
-        layout, mesh = Layout(spec), sharding.mesh
-        wide = NamedSharding(mesh, layout.host, memory_kind=HOST)
-        each = NamedSharding(mesh, layout.channels, memory_kind=HOST)
+        shard, mesh = Shard(spec), sharding.mesh
+        wide = NamedSharding(mesh, shard.at_host(), memory_kind=HOST)
+        each = NamedSharding(mesh, shard.at_channels(), memory_kind=HOST)
     elif sharding is not None:
         (device,) = sharding.device_set
         wide = each = SingleDeviceSharding(device, memory_kind=HOST)

@@ -21,7 +21,18 @@ from zenflow_jax._device.channels import (
     take,
     top_channels,
 )
-from zenflow_jax._device.shards import Shard, each_leaf, join, row, split
+from zenflow_jax._device.shards import (
+    BLOCK,
+    CHANNELS,
+    EACH_DEVICE,
+    HOST_ORDER,
+    PART,
+    Shard,
+    each_leaf,
+    join,
+    row,
+    split,
+)
 from zenflow_jax._device.state import LeafState, cut, cut_state, put, put_state
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._spec.leaf import LeafSpec
@@ -68,8 +79,8 @@ def merge(
     new = each_leaf(
         merge_leaf,
         specs,
-        lambda lay: [lay.block, lay.host, lay.each_device, lay.each_device],
-        lambda lay: lay.block,
+        [BLOCK, HOST_ORDER, EACH_DEVICE, EACH_DEVICE],
+        BLOCK,
         map(cut, weights, specs),
         (next(uploads[_becomes_weight(spec)]) for spec in specs),
         split(during, widths),
@@ -84,8 +95,8 @@ def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
     rows = each_leaf(
         lambda shard, x: row(shard.to_local(x)),
         specs,
-        lambda lay: [lay.channels],
-        lambda lay: lay.each_device,
+        [CHANNELS],
+        EACH_DEVICE,
         channels,
     )
     return join(list(rows))
@@ -118,8 +129,8 @@ def choose(
     made = each_leaf(
         choose_in_leaf,
         specs,
-        lambda lay: [lay.block, lay.channels, lay.channels, lay.part],
-        lambda lay: (lay.channels, lay.part, lay.channels),
+        [BLOCK, CHANNELS, CHANNELS, PART],
+        (CHANNELS, PART, CHANNELS),
         map(cut, weights, specs),
         scores,
         channels,
@@ -141,8 +152,8 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
     new = each_leaf(
         enter_leaf,
         specs,
-        lambda lay: [lay.block, lay.part, lay.channels],
-        lambda lay: lay.block,
+        [BLOCK, PART, CHANNELS],
+        BLOCK,
         map(cut, weights, specs),
         masters,
         channels,

@@ -15,7 +15,7 @@ import numpy as np
 from jax.tree_util import SequenceKey
 from jaxtyping import Array, Float, Float32, Int32
 
-from zenflow_jax._device.shards import REPLICATED, Layout
+from zenflow_jax._device.shards import CHANNELS, PART, REPLICATED
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import StepScalars
@@ -156,17 +156,15 @@ class ZenFlowState(NamedTuple):
         return "\n  ".join(["ZenFlowState(", *lines]) + "\n)"
 
 
-def leaf_layout(spec: LeafSpec) -> LeafState:
-    """Returns the partition specs of a leaf's state."""
-    lay: Any = Layout(spec)  # partition specs instead of arrays
-    everywhere: Any = REPLICATED
-    each: Any = None if spec.resident else lay.channels
+def places_of(spec: LeafSpec) -> LeafState:
+    """Returns the places of a leaf's state, for `on_each_device`."""
+    each = None if spec.resident else CHANNELS
     return LeafState(
         channels=each,
-        steps=everywhere if spec.resident else each,
-        master=lay.part if spec.keeps_master else None,
-        mu=lay.part,
-        nu=lay.part,
+        steps=each or REPLICATED,
+        master=PART if spec.keeps_master else None,
+        mu=PART,
+        nu=PART,
         scores=each,
         spec=spec,
     )

@@ -24,8 +24,15 @@ from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import sample_of
-from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
-from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState, leaf_layout
+from zenflow_jax._device.shards import (
+    BLOCK,
+    CHANNELS,
+    EACH_DEVICE,
+    REPLICATED,
+    Shard,
+    on_each_device,
+)
+from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState, places_of
 from zenflow_jax._device.step import provisional_change
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 from zenflow_jax._spec.schedule import Schedule
@@ -157,10 +164,9 @@ class _Rows(NamedTuple):
 
 @partial(jax.jit, static_argnames="extent")
 def _rows(weight: Array, leaf: LeafState, *, extent: _Extent) -> _Rows:
-    layout = Layout(leaf.spec)
-    takes = [layout.block, None if leaf.channels is None else layout.channels]
+    takes = [BLOCK, None if leaf.channels is None else CHANNELS]
     see = partial(_rows_of, extent=extent)
-    return on_each_device(see, leaf.spec, takes, layout.each_device)(weight, leaf.channels)
+    return on_each_device(see, leaf.spec, takes, EACH_DEVICE)(weight, leaf.channels)
 
 
 def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, extent: _Extent) -> _Rows:
@@ -181,7 +187,6 @@ def _compare(
     # The scalars that the step sent are in host memory.
     on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
     step = on_device.unpack()
-    layout = Layout(leaf.spec)
 
     def count(shard, weight, rows, leaf, scalars, step, finite):
         adam_scalars, counts = AdamScalars(*scalars), finite > 0  # a skipped step changes nothing
@@ -203,8 +208,8 @@ def _compare(
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(wrong)
 
-    leaf_specs = leaf_layout(leaf.spec).replace(scores=None)
-    takes = [layout.block, layout.each_device, leaf_specs, *[REPLICATED] * 3]
+    places = places_of(leaf.spec).replace(scores=None)
+    takes = [BLOCK, EACH_DEVICE, places, *[REPLICATED] * 3]
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
     scalars = jnp.stack(step.adam[leaf.spec.rate])
     return counted(weight, rows, leaf, scalars, step.step, step.finite)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import read, shape_with_rank, upload, without_units
-from zenflow_jax._device.shards import Layout, Shard
+from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
@@ -264,7 +264,7 @@ def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
     """Returns the sharding for an array assembled from a leaf's parts, in the host's order."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding
-    return NamedSharding(weight.sharding.mesh, Layout(spec).host)
+    return NamedSharding(weight.sharding.mesh, Shard(spec).at_host())
 
 
 def assemble(

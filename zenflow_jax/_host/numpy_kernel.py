@@ -70,7 +70,7 @@ class NumpyKernel:
 
         arrays, s = (step.masters, step.mu, step.nu), step.scalars
         p, m, v = (x.read_part(channels, left, right) for x in arrays)
-        sums = Sums(*np.empty((2, *p.shape), np.float32))
+        sums = Sums(np.empty_like(p), np.empty_like(p))
         if step.sums is not None:
             sums = Sums(*map(taken, step.sums))
         gradients = [(taken(g), factor) for g, factor in step.gradients]
