@@ -31,7 +31,7 @@ def program(text: str) -> str:
 
 def test_the_readme_has_an_example_and_is_short():
     assert "zenflow_jax.HostEngine(" in program(TEXT)
-    assert len(TEXT.splitlines()) < 120
+    assert len(TEXT.splitlines()) < 125
 
 
 EXAMPLES = ("README.md", "docs/checkpoints.md", "docs/deepspeed.md")
