@@ -266,11 +266,13 @@ def _step(
         change = shard.gather(jnp.where(verdict.finite, change, jnp.zeros_like(change)))
     if index is None:
         return change, leaf
-    unselected = None
+    place = positions(index, shard.block.n)
+    change = gather_to_channels(change, place, shard.block)
+    unselected = jnp.zeros_like(change)
     if length is not None:
         sign = _signs_of_block(shard, seen.signs).astype(jnp.float32)
         unselected = provisional_change(p, length * sign)
-    change = _spread_out(shard, change, index, unselected)
+    change = jnp.where(broadcast_channels(place >= 0, shard.block), change, unselected)
     assert leaf.scores is not None
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
     return change, leaf.replace(scores=if_counted(scores, leaf.scores))
@@ -306,13 +308,3 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     normal = jnp.abs(x) >= float(kind.smallest_normal)
     reduced = jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
     return jnp.where(normal, reduced, x.astype(dtype).astype(jnp.float32))
-
-
-def _spread_out(
-    shard: Shard, change: jax.Array, index: jax.Array, unselected: jax.Array | None
-) -> jax.Array:
-    """Returns a block's change: `change` on selected channels, `unselected` or 0 on all others."""
-    place = positions(index, shard.block.n)
-    change = gather_to_channels(change, place, shard.block)
-    unselected = jnp.zeros_like(change) if unselected is None else unselected
-    return jnp.where(broadcast_channels(place >= 0, shard.block), change, unselected)
