@@ -106,8 +106,9 @@ class ZenFlowState(NamedTuple):
         leaves: A sequence with each parameter leaf's state, in order, and with the settings in its
             treedef. It is not a tree like the parameters, because flax nnx passes different trees
             to init and update.
-        mail: A tuple with each leaf's gradient; None for a resident leaf. `exchange` replaces it
-            after every step.
+        mail: A tuple with each leaf's gradient; None for a resident leaf. If channels are a leaf's
+            last axis, the last two axes are exchanged, as everywhere on the host. `exchange`
+            replaces mail after every step.
         token: int32 (). The step token, which `exchange` sets; -1 after a step.
         step_scalars: The scalars in the mail.
         layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
