@@ -132,12 +132,11 @@ def test_results_do_not_depend_on_kernel_threads_or_tiles(shape, dtype):
                 assert run(HostAdam(kernel, threads, tile=tile), *parts) == expected
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("wrong", [-1, 23])
-def test_channels_that_a_leaf_does_not_have_are_rejected(kernel, wrong):
+def test_channels_that_a_leaf_does_not_have_are_rejected(wrong):
     state = new_state(SHAPES["matrix"])
     with pytest.raises(ValueError, match=f"Channels .*{wrong}.* 0 to 22"):
-        HostAdam(kernel, 1).take([state.masters], np.sort(np.int32([[3, wrong]])))
+        HostAdam("numpy", 1).take([state.masters], np.sort(np.int32([[3, wrong]])))
 
 
 def test_adamw_yields_between_chunks_and_keeps_its_initial_choice_of_channels(monkeypatch):

@@ -119,11 +119,19 @@ class Updates:
             if not uploads:
                 continue  # all steps in its window were skipped
             uploads = self._fetch_rest(group, uploads, after)
-            new = self._merge(number, weights, uploads, before)
-            if group.on_one_device and not group.in_ranges:
-                self._merged_uploads.append(uploads)
-            for i, weight in zip(group.leaves, new, strict=True):
-                weights[i] = weight
+            params, arrays = group.pick(weights), by_leaf(group.parts, uploads)
+            new = [
+                assemble(pieces, spec.on_host.shape, part_sharding(weight, spec))
+                for weight, spec, pieces in zip(params, group.specs, arrays, strict=True)
+            ]
+            donated, kept = split_uploads(new, group.specs)
+            rows = self._rows[number]
+            during = rows if before is None else before
+            merged = merge(params, donated, kept, during, rows, specs=group.specs)
+            if group.on_one_device:
+                self._merged_uploads.append(donated)
+            for i, weight, old in zip(group.leaves, merged, params, strict=True):
+                weights[i] = keep_sharding(weight, old)
         return weights
 
     def load(self, weights: Sequence[jax.Array]) -> None:
@@ -158,25 +166,6 @@ class Updates:
                 states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
-
-    def _merge(
-        self,
-        number: int,
-        weights: Sequence[jax.Array],
-        uploads: Sequence[Sequence[jax.Array]],
-        before: jax.Array | None,
-    ) -> list[jax.Array]:
-        group = self._offloaded.groups[number]
-        params, arrays = group.pick(weights), by_leaf(group.parts, uploads)
-        new = [
-            assemble(pieces, spec.on_host.shape, part_sharding(weight, spec))
-            for weight, spec, pieces in zip(params, group.specs, arrays, strict=True)
-        ]
-        donated, kept = split_uploads(new, group.specs)
-        rows = self._rows[number]
-        during = rows if before is None else before
-        merged = merge(params, donated, kept, during, rows, specs=group.specs)
-        return [keep_sharding(*pair) for pair in zip(merged, params, strict=True)]
 
     def _fetch_rest(self, group: Group, uploads: Sequence[Any], after: Any) -> Sequence[Any]:
         """Uploads the parts of an update that were not prefetched, and waits for them."""

@@ -92,9 +92,6 @@ class HostLeaf:
     def new_sums(self) -> Sums:
         return Sums(*(aligned_zeros(self.master.shape) for _ in Sums._fields))
 
-    def keep(self, gradient: np.ndarray, factor: float) -> None:
-        self.open.kept.append((gradient.reshape(self.master.shape), factor))
-
     def alias(self) -> "HostLeaf":
         """Returns the leaf in the same memory; mail added later is not included."""
         window = dataclasses.replace(self.open, kept=list(self.open.kept))
@@ -264,7 +261,7 @@ class HostState:
         host sums some immediately, which does not affect the result.
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            leaf.keep(gradient, factor)
+            leaf.open.kept.append((gradient.reshape(leaf.master.shape), factor))
         for window in self.open:
             window.counted += 1
         for least in (GRADIENTS_PER_PASS, 1):

@@ -32,7 +32,8 @@ class Needs(NamedTuple):
     hand_over: int  # a group's selected channels: pinned on the way in, NumPy on the way out
     saving: int  # copies that `EngineSave` makes by default while writing
     # Device memory while a step runs, besides the step's own. (A merge runs between two steps. It
-    # reuses its uploads' memory, but needs a copy of each leaf that is cut into ranges.)
+    # reuses its uploads' memory, but needs a copy of each leaf that is cut into ranges, or whose
+    # channels are its last axis.)
     uploads: int  # updates that wait to be merged; limited by `prefetch_bytes`
     late: int  # the largest group's other updates, uploaded at a boundary, not during a step
     under_way: int  # gradients of the previous step, until they are on the host
