@@ -86,7 +86,7 @@ BUSY = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
 CALM = Settings(topk_ratio=0.3, update_interval=4, select_interval=400)
 # Like CALM, but all leaves close their windows together, and updates take a whole window.
 TOGETHER = dataclasses.replace(CALM, rolling=False)
-# The kernel without a compiler. Both kernels give bit-identical results.
+# The kernel that compiles only conversions. Both kernels give bit-identical results.
 KERNEL = {"host_kernel": "numpy", "threads": 1}
 
 

@@ -46,7 +46,7 @@ class HostEngine:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
             The tree may also contain other leaves: each call finds leaves by their paths.
         opt_state: The result of `tx.init(params)`, which contains one `ZenFlowState` at any depth.
-        host_kernel: "numba", or the portable "numpy".
+        host_kernel: "numba", or "numpy", which is slower and reads like the formula.
         host_state: The host's format for moments: "float32" needs 8 bytes per parameter; "compact"
             needs 2.1875 but rounds each update, usually by less than 1%. A resumed run may switch.
         threads: Number of threads for host updates. By default all cores but one, left for the
