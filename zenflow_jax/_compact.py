@@ -1,6 +1,6 @@
 """Adam's moments in 8 bits for any optax optimizer, without an engine.
 
-Between updates, moments are codes and scales: the host's format (`_host/arrays.py`, which explains
+Between updates, moments are codes and scales: the host's format (`_host/codes.py`, which explains
 it), computed in jax. Buckets of 32 lie along the last axis, so codes and scales have their moment's
 axes, and a parameter's sharding fits them.
 """
@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from zenflow_jax._host.arrays import (
+from zenflow_jax._host.codes import (
     BEND,
     BUCKET,
     LEAST,

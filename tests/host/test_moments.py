@@ -17,8 +17,7 @@ from tests.host.states import (
     some_channels,
     step,
 )
-from zenflow_jax._host import arrays as formats
-from zenflow_jax._host import numba_loops
+from zenflow_jax._host import arrays, codes, numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import HostArray, new_moments
 
@@ -122,7 +121,7 @@ def test_channels_are_handed_over_without_changing_their_neighbours(shape):
 
 @every_shape
 def test_a_moment_read_in_chunks_equals_the_whole_moment(shape, monkeypatch):
-    monkeypatch.setattr(formats, "CHUNK", 64)  # so that reading takes several chunks
+    monkeypatch.setattr(arrays, "CHUNK", 64)  # so that reading takes several chunks
     for moment, first in zip(new_state(shape, compact=True)[1:3], (True, False), strict=True):
         whole = rounded(moment.as_float32(), first=first).reshape(-1)
         assert bits(moment.as_float32().reshape(-1)) == bits(whole)
@@ -134,6 +133,6 @@ def test_a_moment_read_in_chunks_equals_the_whole_moment(shape, monkeypatch):
 
 @pytest.mark.parametrize("name", ["BEND", "TOP_FIRST", "TOP_SECOND", "LEAST"])
 def test_compiled_loops_cached_on_disk_reject_different_constants(name, monkeypatch):
-    monkeypatch.setattr(formats, name, getattr(formats, name) + 1)
+    monkeypatch.setattr(codes, name, getattr(codes, name) + 1)
     with pytest.raises(AssertionError):
         importlib.reload(numba_loops)

@@ -12,10 +12,10 @@ None, which have different types.
 
 Letters: `p, m, v` master and moments, each `(channels, width)`, flattened. For split masters `p`
 has the rounded numbers and `rest` the lower bits; otherwise `rest` is None. Without codes,
-`m_scales` and `v_scales` are also None. (`arrays.py` describes these formats.) `sums` are over
-earlier gradients and their squares, a pair or None; `gs` are eight more gradients and `fs` their
-factors, None and 0 if there are fewer. A tile is elements `left` to `right`, in whole buckets, of
-channels `first` to `last`.
+`m_scales` and `v_scales` are also None. (`arrays.py` and `codes.py` describe these formats.)
+`sums` are over earlier gradients and their squares, a pair or None; `gs` are eight more gradients
+and `fs` their factors, None and 0 if there are fewer. A tile is elements `left` to `right`, in
+whole buckets, of channels `first` to `last`.
 """
 
 import inspect
@@ -26,14 +26,14 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from zenflow_jax._host import arrays
+from zenflow_jax._host import codes as formats
 
 # Numba caches compiled loops on disk, with these numbers in them, and recompiles when this file
 # changes, but not when an imported file does. So the numbers are repeated here as literals.
 BUCKET, _BEND, _LEAST, _ZERO = 32, np.float32(30), np.float32(2.0**-60), np.float32(0)
 _TOP_FIRST, _TOP_SECOND = np.float32(127 * 187), np.float32(255)
-assert (BUCKET, _BEND, _LEAST) == (arrays.BUCKET, arrays.BEND, arrays.LEAST)
-assert (_TOP_FIRST, _TOP_SECOND) == (arrays.TOP_FIRST, arrays.TOP_SECOND)
+assert (BUCKET, _BEND, _LEAST) == (formats.BUCKET, formats.BEND, formats.LEAST)
+assert (_TOP_FIRST, _TOP_SECOND) == (formats.TOP_FIRST, formats.TOP_SECOND)
 _TWICE_BEND, _BEND_SQUARED = 2 * _BEND, _BEND * _BEND
 _PER_FIRST, _PER_SECOND = 1 / _TOP_FIRST, 1 / _TOP_SECOND
 # Adding this to a small number leaves the nearest integer in the lower bits, ties to even.
