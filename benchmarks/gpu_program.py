@@ -33,7 +33,7 @@ from train.model.attention import attention
 from train.model.cross_entropy import token_losses
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
-from zenflow_jax._device.shards import Layout
+from zenflow_jax._device.shards import Shard
 from zenflow_jax._exchange.parts import part_sharding
 from zenflow_jax._spec.groups import group_specs
 from zenflow_jax.planning._host_work import needs_of
@@ -242,13 +242,13 @@ def lowered_merge(params: Any, state: zenflow_jax.ZenFlowState) -> Any:
     weights = jax.tree.leaves(params)
     merged, specs = tuple(weights[i] for i in largest), tuple(largest.values())
     uploads = [
-        jax.ShapeDtypeStruct(spec.shape, p.dtype, sharding=part_sharding(p, spec))
+        jax.ShapeDtypeStruct(spec.on_host.shape, p.dtype, sharding=part_sharding(p, spec))
         for p, spec in zip(merged, specs, strict=True)
     ]
     where, devices = merged[0].sharding, 1
     if isinstance(where, NamedSharding):
         devices = where.mesh.size
-        where = NamedSharding(where.mesh, Layout(specs[0]).each_device)
+        where = NamedSharding(where.mesh, Shard(specs[0]).at_each_device())
     shape = devices, sum(boundary.channel_widths(specs))
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
     split = boundary.split_uploads(uploads, specs)

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.checks import is_compact
 from zenflow_jax._exchange.parts import within
 from zenflow_jax._exchange.pinned import buffers, most_kept
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import bytes_of_moments
+from zenflow_jax._host.arrays import bytes_of
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
+from zenflow_jax._spec.rules import is_compact
 
 #: Uploads beyond `prefetch_bytes` that exceed the memory of activations, which is free by then.
 LATE = "late uploads"
@@ -32,7 +31,7 @@ def needs_of(
     """Returns an engine's memory, and its traffic per step, as the fields of a `Plan`.
 
     Counts memory that may be in use at once. A merge, between steps, reuses its uploads' memory,
-    but needs a copy of each leaf that is cut into ranges.
+    but needs a copy of each leaf that is cut into ranges, or whose channels are its last axis.
     """
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
@@ -42,11 +41,10 @@ def needs_of(
     early = within(specs, prefetch_bytes)
     for leaf, part in ((i, x) for i, spec in enumerate(specs) for x in spec.ranges):
         size, entries, mail = math.prod(part.shape), math.prod(part.stack), part.mail_dtype.itemsize
-        masters = sum(x.itemsize for x in Masters.zeros((0,), part.dtype).arrays)
-        shape, upload = part.view4(part.n), size * part.dtype.itemsize
+        upload = size * part.dtype.itemsize
         totals[part.group] += (
             size,
-            math.prod(shape) * masters + bytes_of_moments(shape, compact=compact),
+            bytes_of(part.on_host.view3(part.n), part.dtype, compact=compact),
             entries * (part.n + part.k) * np.dtype(np.int32).itemsize,
             math.prod(part.selected_shape) * 3 * _FLOAT32,
             size * mail,

@@ -9,8 +9,7 @@ import jax
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import find_state, has_state
-from zenflow_jax._exchange.checks import is_compact
-from zenflow_jax._spec.rules import check_int_or_none
+from zenflow_jax._spec.rules import check_int_or_none, is_compact
 from zenflow_jax.planning._gpus import EFFICIENCY, Gpu, gpu_named
 from zenflow_jax.planning._host_work import LATE, needs_of
 from zenflow_jax.planning._steps import nbytes, products
