@@ -93,7 +93,7 @@ def donate_whatever_can_be_donated() -> None:
 
 
 #: The programs of engine, step and `master_params` that the runs below need.
-PROGRAMS = "step, merge, choose, enter, channel_rows, _rows, _compare"
+PROGRAMS = "step, merge, choose, enter, channel_rows, _note, _compare"
 
 
 def compute_only_by_programs_of_their_own() -> None:
