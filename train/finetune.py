@@ -54,10 +54,10 @@ def train(command: Command, console: Console, stop: StopRequest) -> None:
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
-    settings, timeline = command.settings, command.start.timeline and Path(command.start.timeline)
+    settings = command.settings
     if settings.steps != 0:
         check_path(Path(settings.output_dir, settings.run or ""))
-    sources = read(settings, timeline=timeline)
+    sources = read(settings)
     if settings.steps == 0:
         evaluate(sources, say)
         return
@@ -70,7 +70,7 @@ def train(command: Command, console: Console, stop: StopRequest) -> None:
         run = Run(job, opt_state, folder, console, stop, stack)
         del opt_state  # the run donates it
         ended = None
-        if run.resume(timeline):
+        if run.resume():
             run.loop()
             ended = run.finish()
     if ended is not None:
@@ -190,7 +190,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _execute(command: Command, arguments: Sequence[str]) -> int:
-    start = command.start
     if command.planning.plan:
         show_plan(command.settings, command.planning, arguments, Console())
         return 0
@@ -201,9 +200,9 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
     processes.join(command.launch)
     console = Console(quiet=not processes.is_first())
     say = partial(show, console)
-    if start.export is not None:
+    if command.export is not None:
         if processes.is_first():
-            checkpoint, target = start.export
+            checkpoint, target = command.export
             export(command.settings, checkpoint, Path(target), say)
         processes.leave()
         return 0

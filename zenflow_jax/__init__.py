@@ -12,7 +12,6 @@ from zenflow_jax._compact import compact
 from zenflow_jax._device.placing import place, state_shardings
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
-from zenflow_jax._diagnostics.timeline import Span, Timeline
 from zenflow_jax._diagnostics.timeline_plot import plot_timeline
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._master import iter_master_params, master_params
@@ -32,8 +31,6 @@ __all__ = [
     "EngineSave",
     "EngineStats",
     "HostEngine",
-    "Span",
-    "Timeline",
     "ZenFlowState",
     "abstract_engine_state",
     "compact",

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenflow_jax._checkpoint.resume import Joining, check_resumed
-from zenflow_jax._checkpoint.saving import EngineStream, Saver
+from zenflow_jax._checkpoint.resume import Joining
+from zenflow_jax._checkpoint.saving import EngineSnapshot, Saver
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
-from zenflow_jax._diagnostics.timeline import Timeline, recorded
+from zenflow_jax._diagnostics.timeline import Span, recorded
 from zenflow_jax._exchange import checks
 from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
@@ -112,8 +112,7 @@ class HostEngine:
         state, weights = checks.checked(params, opt_state, engine_state is None)
         with Joining(state, weights, engine_state) as joining:
             check_gpus(devices_of(weights))
-            if engine_state is not None:
-                check_resumed(engine_state, state)
+            run = joining.run_state()
             offloaded = OffloadedLeaves.of(state, prefetch_bytes)
             check_pinned_memory(state, offloaded)
             # An engine state of jax arrays is already in pinned memory, and larger than mail.
@@ -124,10 +123,10 @@ class HostEngine:
             skipped = int(read(state.skipped_in_a_row))
             self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
             self._checker = checks.StateChecker(state, weights, offloaded)
-            self._progress = progress = Progress(state.schedule, offloaded)
+            self._progress = progress = Progress(state.schedule, offloaded, run)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
-            joining.resume(offloaded, worker, progress, updates)
+            joining.resume(run, offloaded, worker, updates)
             self._tokens = tokens = checks.Tokens(state)
             self._mailbox = Mailbox(worker, state, tokens)
             self._lifecycle = life = Lifecycle(progress, updates.pending)
@@ -150,12 +149,15 @@ class HostEngine:
             stats,
             bytes_to_device=stats.bytes_to_device + self._updates.late_bytes,
             **self._progress.counts,
-            **self._worker.recorder.seconds(),
+            seconds=self._worker.recorder.seconds.copy(),
         )
 
     @property
-    def timeline(self) -> Timeline:
-        """Returns the timeline of this process's last few hundred steps, recorded in every run."""
+    def timeline(self) -> list[Span]:
+        """Returns this process's last few hundred steps as spans, for `plot_timeline`.
+
+        A span is a tuple (row, kind, step, start, end), with times of `time.perf_counter`.
+        """
         return self._worker.recorder.timeline()
 
     @recorded("exchange")
@@ -228,7 +230,7 @@ class HostEngine:
     def _pass(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Counts a step of a run without offloaded leaves; returns the arguments."""
         state = self._checker.state(opt_state)
-        self._progress.step += 1
+        self._progress.run.step += 1
         self._read_counts()
         self._unread = _counts(state.step, state.skipped, state.skipped_in_a_row)
         return params, opt_state
@@ -272,7 +274,6 @@ class HostEngine:
         self._integrity.check(self._progress.step)
         with self._lifecycle.change(flushes=True):
             if arriving:
-                self._integrity.forget()
                 weights = self._updates.collect(taken.offloaded, arriving, state.step)
                 taken = taken.with_offloaded(weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
@@ -301,13 +302,13 @@ class HostEngine:
         return self._saver.tree()
 
     @recorded("state")
-    def stream(self, copy_bytes: int | None = None) -> EngineStream:
-        """Returns the state as a stream that `EngineSave` writes while the run continues.
+    def snapshot(self, copy_bytes: int | None = None) -> EngineSnapshot:
+        """Returns the state at this moment, which `EngineSave` writes while the run continues.
 
         Write or close it, otherwise the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
         self._settle()
-        return self._saver.stream(copy_bytes)
+        return self._saver.snapshot(copy_bytes)
 
     @recorded("state")
     def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:

@@ -76,7 +76,7 @@ def test_any_optimizer_trains_on_a_mesh_and_resumes_on_another(
     batches = [jax.device_put(x, NamedSharding(meshes[0], P("data"))) for x in BATCHES[:4]]
     with layerwise.Trainer(placed(new_params(), meshes[0]), **options) as trainer:
         losses = [float(trainer.step(batch)) for batch in batches[:2]]
-        trainer.stream().write(tmp_path)
+        trainer.snapshot().write(tmp_path)
         state = trainer.state()
         losses += [float(trainer.step(batch)) for batch in batches[2:]]
     np.testing.assert_allclose(losses, expected, atol=ATOL)

@@ -12,7 +12,7 @@ from tests import comparisons, meshes, runs
 from tests.meshes import IN_RANGES, LEAVES, MORE_LEAVES, STALE
 from tests.resuming import assert_same_state, go, put_by_name, resume_by_orbax, save_by_orbax
 from tests.runs import KERNEL, Plan, Settings, Training
-from zenflow_jax._device.samples import fingerprints
+from zenflow_jax._checkpoint.resume import checksum
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -21,17 +21,16 @@ SAVED_AT = 9  # with one leaf's update in flight, and a step in the other leaf's
 HERE = functools.partial(Training, LEAVES, STALE, donate=True)
 
 
-def test_a_parameter_has_the_same_fingerprint_on_any_devices():
+def test_parameters_have_the_same_checksum_on_any_devices():
     values, mesh = runs.initial_values(MORE_LEAVES), meshes.make_mesh("three", EXPLICIT)
-    prints = []
+    sums = set()
     for placement in (None, *meshes.PLACEMENTS):
         where = placement and meshes.shardings(mesh, placement, MORE_LEAVES)
         params = runs.place(values, where)
         tx = runs.transformation(MORE_LEAVES, STALE, param_shardings=where)
         specs = [leaf.spec for leaf in jax.eval_shape(tx.init, params).leaves]
-        prints.append(np.array(fingerprints([params[x.name] for x in MORE_LEAVES], specs)))
-    assert prints[0].all()
-    np.testing.assert_array_equal(prints, prints[:1] * len(prints))
+        sums.add(checksum([params[x.name] for x in MORE_LEAVES], specs))
+    assert len(sums) == 1
 
 
 def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
@@ -50,11 +49,10 @@ def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
         engine.close()
         engine_state = resume_by_orbax(training, tmp_path / "checkpoint")
         assert_same_state(from_numpy, engine_state)
-        assert engine_state["counts"]["fingerprints"].all()
         for name, x in training.params.items():
             place = tuple(n - 1 for n in x.shape)
             other = training.params | {name: runs.with_a_bit(x, place, 0)}
-            with pytest.raises(ValueError, match=rf"values of \['{name}'\] in `params` changed"):
+            with pytest.raises(ValueError, match="`params` differ from those"):
                 zenflow_jax.HostEngine(other, training.state, engine_state=engine_state)
         go(training, PLAN, PLAN.steps)
         training.settle()

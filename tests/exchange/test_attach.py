@@ -83,8 +83,8 @@ def test_a_step_with_parameters_and_state_exchanges_and_flushes_as_often_as_requ
     with attach(PLAIN, flush_every=3, engine_options=options) as step:
         for t in range(STEPS, 10):
             *both, _ = step(*both, t)
-        spans = step.engine.timeline.spans
-        assert [span.number for span in spans if span.kind == "flush"] == [9]
+        spans = step.engine.timeline
+        assert [span.step for span in spans if span.kind == "flush"] == [9]
         step.flush(*both)
 
 

@@ -11,7 +11,8 @@ import pytest
 import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, Settings, Training
-from zenflow_jax._exchange.integrity import Integrity
+from zenflow_jax._device.adamw import change_of
+from zenflow_jax._exchange import integrity
 
 WINDOWS = {"update_interval": 2, "select_interval": 4}
 SETTINGS = Settings(topk_ratio=0.3, weight_decay=0.1, provisional_share=None, **WINDOWS)
@@ -182,13 +183,24 @@ def test_a_single_changed_number_is_rejected_if_all_numbers_are_compared(name, p
     ],
 )
 def test_code_that_leaves_updates_unchanged_is_accepted(monkeypatch, options):
-    compared, add = {}, Integrity._add
+    compared, compare = [], integrity._compare
 
-    def noted(self, names, counts):
-        for name, count in zip(names, map(int, counts), strict=True):
-            compared[name] = compared.get(name, 0) + count
-        add(self, names, counts)
+    def noted(*args):
+        compared.append(compare(*args))
+        return compared[-1]
 
-    monkeypatch.setattr(Integrity, "_add", noted)
+    monkeypatch.setattr(integrity, "_compare", noted)
     train(check="all", **options)
-    assert compared == {f"['{name}']": 0 for name in PARAMS}
+    assert len(compared) == 23 * len(PARAMS)  # at each step from the second
+    assert not any(map(int, compared))
+
+
+def test_a_compiler_that_rounds_powers_differently_does_not_end_a_correct_run(monkeypatch):
+    def by_another_compiler(p, mu, nu, steps, scalars, *, decay):
+        b1, b2 = (b * (1 + 2.0**-23) for b in (scalars.b1, scalars.b2))
+        return change_of(p, mu, nu, steps, scalars._replace(b1=b1, b2=b2), decay=decay)
+
+    monkeypatch.setattr(integrity, "change_of", by_another_compiler)
+    own = {"wide": PARAMS["wide"][:10]}  # whose program no other test has compiled
+    for b2 in (0.999, 0.999999, 0.9999999):
+        train(check="all", params=own, b2=b2)

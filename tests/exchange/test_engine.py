@@ -182,8 +182,7 @@ def test_stats_count_steps_windows_and_bytes():
     mail = 4 * 2 * 2 + 8 * 4 + 3 * 4  # the gradient; eight float32 and three int32 scalars
     row = 3 * 2 * 4 + 4  # one channel's master and moments in float32, and its step count
     window = 4 * 2 * 2  # the parameter
-    unknown = {"exchange_s": 0.0, "wait_s": 0.0, "work_s": 0.0, "seconds": {}}
-    assert dataclasses.replace(stats, **unknown) == zenflow_jax.EngineStats(
+    assert dataclasses.replace(stats, seconds={}) == zenflow_jax.EngineStats(
         steps=5,
         window_lengths={2: 2},
         reselections=1,
@@ -252,17 +251,17 @@ def close_in_an_exception(engine):
 
 def close_after_a_failed_save(engine):
     with pytest.raises(FileNotFoundError):
-        engine.stream().write(Path("a folder that does not exist"))
+        engine.snapshot().write(Path("a folder that does not exist"))
     engine.close()
 
 
 def close_during_a_save(engine):
-    engine.stream()
+    engine.snapshot()
     engine.close()
 
 
 def close_after_an_unwritten_save(engine):
-    engine.stream().close()
+    engine.snapshot().close()
     engine.close()
 
 

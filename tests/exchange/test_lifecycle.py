@@ -53,7 +53,7 @@ def call(training, method):
     elif method == "state":
         training.engine.state()
     else:
-        training.engine.stream().close()
+        training.engine.snapshot().close()
     return jax.tree.map(np.asarray, training.params)
 
 

@@ -113,7 +113,7 @@ def check_refusal(training: Training, me: int, count: int) -> None:
     """Checks that all processes reject a checkpoint that the last process cannot resume from."""
     last = me == count - 1
     params = plus(training.params, int(last))
-    words = r"\['bias'\].* in `params` changed" if last else f"Process {count - 1} rejected"
+    words = "`params` differ from those" if last else f"Process {count - 1} rejected"
     with pytest.raises(ValueError, match=words):
         zenflow_jax.HostEngine(params, training.state, engine_state=training.engine.state())
     tokens = multihost_utils.process_allgather(np.int32(training.engine._tokens.number))
@@ -121,11 +121,11 @@ def check_refusal(training: Training, me: int, count: int) -> None:
 
 
 def check_gone(training: Training, me: int, count: int) -> None:
-    """Checks that parameters deleted in the last process have no fingerprint in any process."""
+    """Checks that no process compares parameters that are deleted in the last process."""
     if me == count - 1:
         training.params = plus(training.params, 0)
         gc.collect()
-    assert not training.engine.state()["counts"]["fingerprints"].any()
+    assert training.engine._saver._checksum() == 0
 
 
 def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:

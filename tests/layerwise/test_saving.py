@@ -55,10 +55,10 @@ def test_a_resumed_run_is_bit_identical(tmp_path, monkeypatch, dtype, small_byte
 def test_a_save_has_the_arrays_of_its_moment_though_all_of_them_are_replaced(tmp_path):
     with layerwise.Trainer(new_params(), **MODEL, optimizer=ADAMW) as trainer:
         trainer.step(BATCHES[0])
-        expected, stream = trainer.state(), trainer.stream(10**9)
+        expected, snapshot = trainer.state(), trainer.snapshot(10**9)
         trainer.step(BATCHES[1])
         trainer.wait()
-        stream.write(tmp_path)
+        snapshot.write(tmp_path)
     ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()).close()
     got = zenflow_jax.EngineCheckpointHandler().restore(tmp_path)
     check_equal(jax.tree.map(np.asarray, got["leaves"]), expected["leaves"])
@@ -80,7 +80,7 @@ def test_leaves_with_one_path_and_empty_leaves_are_saved_by_their_position(tmp_p
     x = np.ones((2, 4), np.float32)
     with layerwise.Trainer(params, **options) as trainer:
         trainer.step(x)
-        trainer.stream().write(tmp_path)
+        trainer.snapshot().write(tmp_path)
         trainer.step(x)
         expected = trainer.params()
     state = zenflow_jax.EngineCheckpointHandler().restore(tmp_path)
@@ -92,7 +92,7 @@ def test_leaves_with_one_path_and_empty_leaves_are_saved_by_their_position(tmp_p
 def test_a_damaged_file_is_refused_by_the_name_of_the_leaf(tmp_path):
     with layerwise.Trainer(new_params(), **MODEL, optimizer=ADAMW) as trainer:
         trainer.step(BATCHES[0])
-        trainer.stream().write(tmp_path)
+        trainer.snapshot().write(tmp_path)
         up = np.asarray(trainer.params()["layers"][2]["up"])
     (path,) = tmp_path.iterdir()
     content = bytearray(path.read_bytes())

@@ -53,7 +53,7 @@ def small_model(**changed) -> nnx.Module:
 
 def read(**settings) -> setup.Sources:
     """Reads everything that the script reads before it makes a model."""
-    return setup.read(Settings(**settings), timeline=None)
+    return setup.read(Settings(**settings))
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -6,10 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from tests.train import scripts
 from tests.train.scripts import TINY, summary, write_config
 from train import finetune
-from train.cli.settings import ON_DEVICE, Settings, SettingsError
+from train.cli.settings import ON_DEVICE, Settings
 from train.run import optimizers
 
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
@@ -102,9 +101,3 @@ def test_a_run_with_lion_learns_and_may_not_resume_with_other_moments(tmp_path, 
     assert finetune.main([config, "--steps", "9", "--host-state", "compact"]) == 2
     assert "host_state" in capsys.readouterr().err
     assert finetune.main([config, "--steps", "9"]) == 0
-
-
-def test_the_timeline_needs_an_engine(tmp_path):
-    settings = Settings(**TINY | {"optimizer": "adamw", "stream": "weights"})
-    with pytest.raises(SettingsError, match="`--timeline`: needs steps with host work"):
-        scripts.setup.read(settings, timeline=tmp_path / "a.png")

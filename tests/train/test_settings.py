@@ -28,10 +28,7 @@ def config_file(folder: Path, text: str) -> Path:
     ("text", "expected"),
     [
         ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `?learning_rate"),
-        ("max_steps = 5", "`max_steps`.*Did you mean `?steps"),
         ('steps = "ten"', "--steps: must be None or INT, but is 'ten'"),
-        ("steps = 30.0", r"--steps: must be None or INT, but is '30\.0'"),
-        ("steps = true", "--steps: expected one argument"),
         ("steps = -1", "`steps`: must be a finite number of at least 0"),
         ("keep_best = 1", "--keep-best/--no-keep-best: ignored explicit argument '1'"),
         ('data = ["a", "b"]', "`data`: must be a single value"),
@@ -48,7 +45,6 @@ def config_file(folder: Path, text: str) -> Path:
         ('stream = "gradients"', "`scan_layers`: must be .* because stream is 'gradients'"),
         ('stream = "weights"', "`optimizer`: must be 'adamw' or .* because stream is 'weights'"),
         ('optimizer = "sgd"\nhost_state = "compact"', "`host_state`: must be float32, because sgd"),
-        ('layer_inputs = "host"', "`layer_inputs`: must be .* because stream is 'none'"),
         ("early_stopping_patience = 3", "`keep_best`: must be True, because early_stopping"),
         ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: must be left out, because"),
     ],
@@ -98,8 +94,6 @@ def test_a_run_cannot_be_started_from_its_settings_in_another_folder(tmp_path, m
         (["--train_epochs", "3", "--max_steps", "4"], "--epochs? unknown option --max-steps."),
         (["extra", "words"], "unexpected argument 'extra words'. Quote texts with spaces"),
         (["--qqq"], "unknown option --qqq. All options are in"),
-        (["--timeline", "x.bmp"], "`--timeline`: must be a file ending in"),
-        (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: needs steps with host"),
         (["--text-column", "body"], "`text_column`: must be text, since standard_library does not"),
         (["--corpus-megabytes", "1e-6"], "are too few for"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must be in [0, 1]"),
@@ -157,7 +151,6 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
         {"output_dir": 'a "b" \\ c', "select_interval": 8, "learning_rate": 1e-9},
         {"update_interval": "auto", "select_interval": "auto", "full_warm_up_share": 0.05},
         {"window_scaling": "none", "staleness": 2, "rolling": False},
-        {"window_scaling": "auto", "provisional_share": 0.25},
         {"text_column": "é 名 🙂 𠮷", "data": "".join(map(chr, range(256))) + "\u2028\U0010ffff"},
     ):
         settings = Settings(**changed)

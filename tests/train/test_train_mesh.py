@@ -151,7 +151,7 @@ import sys
 import jax
 from train import finetune
 from train.log import summary
-summary.write_picture = lambda *_, **__: None
+summary.write_pictures = lambda *_, **__: None
 print("code", finetune.main(sys.argv[1:]), flush=True)
 jax.distributed.initialize = lambda *_, **__: None
 jax.process_index() or sys.stdin.readline()

@@ -1,7 +1,7 @@
 """Reads a run's settings and start options from a file and a command line.
 
 A TOML file without tables overrides the defaults of `Settings`, and options override the file;
-options of `Launch`, `Start` and `Planning` are never in a file. A mistake raises a `SettingsError`.
+the other options of `Command` are never in a file. A mistake raises a `SettingsError`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from train import CONFIGS, Failure, command_of
 from train.cli.arguments import did_you_mean, option, read_arguments
-from train.cli.settings import File, Settings, SettingsError, option_words
+from train.cli.settings import Settings, SettingsError, option_words
 
 SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
@@ -32,46 +32,23 @@ class Launch:
     process: int | None = option(None, "Number of this process, from 0.")
 
     def __post_init__(self):
-        values = dataclasses.asdict(self)
-        named = " and ".join(f"--{name}" for name, value in values.items() if value is not None)
+        values = {f"--{name}": value for name, value in dataclasses.asdict(self).items()}
+        named = " and ".join(name for name, value in values.items() if value is not None)
         if not named:
             return
         if None in values.values():
-            every = ", ".join(f"--{name}" for name in values)
-            raise SettingsError(f"{named} is not enough. Pass {every} together.")
+            raise SettingsError(f"{named} is not enough. Pass {', '.join(values)} together.")
         host, _, port = self.coordinator.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise SettingsError(
-                f"`--coordinator`: must be HOST:PORT, but is {self.coordinator}. Pass the machine "
-                "of process 0 and a free port, such as 10.0.0.1:29500."
+                f"`--coordinator`: must be HOST:PORT, but is {self.coordinator}. Pass process 0's "
+                "machine and a free port, such as 10.0.0.1:29500."
             )
         if not 0 <= self.process < self.processes:
             raise SettingsError(
                 f"`--process`: must be at least 0 and below --processes {self.processes}, but is "
                 f"{self.process}."
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Start: options that are not keys in the TOML file."""
-
-    timeline: File | None = option(None, "Plot the last steps to a .png, .svg or .pdf file.")
-    export: tuple[str, str] | None = option(
-        None,
-        "Write the weights from a checkpoint in --run to DIR; STEP is a number or best.",
-        nargs=2,
-        metavar=("STEP", "DIR"),
-        type=str,
-    )
-
-    def __post_init__(self):
-        if self.timeline is not None:
-            path, endings = Path(self.timeline), (".png", ".svg", ".pdf")
-            if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
-                raise SettingsError(
-                    f"`--timeline`: must be a file ending in {', '.join(endings)}, but is {path}."
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +73,13 @@ class Command:
     """Fine-tunes a model with the settings of a TOML file and the options that override them."""
 
     settings: Settings
-    start: Start = field(default_factory=Start)
+    export: tuple[str, str] | None = option(
+        None,
+        "Write the weights from a checkpoint in --run to DIR; STEP is a number or best.",
+        nargs=2,
+        metavar=("STEP", "DIR"),
+        type=str,
+    )
     planning: Planning = field(default_factory=Planning)
     launch: Launch = field(default_factory=Launch)
 
@@ -141,8 +124,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
     else:
         raise SettingsError(
             f"the first argument must be a config file's path or name, but is "
-            f"{argv[0] if argv else 'missing'}. For example: {program} quickstart. All names "
-            f"are {', '.join(shipped())}."
+            f"{argv[0] if argv else 'missing'}. Pass a path, or one of {', '.join(shipped())}."
         )
     default = Command(settings=settings)
     kind = PlanCommand if program == "zenflow-plan" else Command
@@ -169,9 +151,8 @@ def _check_place(config: Path, output_dir: str, run: str | None) -> None:
         return
     if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
         raise SettingsError(
-            f"`--run`: the folder of {config} is not in {Path(output_dir).absolute()}. Paths in "
-            "a run's settings are relative to the folder where it was started: start it there "
-            "again."
+            f"`--run`: the folder of {config} is not in {Path(output_dir).absolute()}. Start it in "
+            "the folder where it was started, because its settings contain relative paths."
         )
 
 

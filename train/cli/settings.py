@@ -19,7 +19,7 @@ Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
 
 # Tasks that read an option.
 _OWN, _TEXTS = "standard_library", "language alpaca chat"
-_USERS = f"{_TEXTS} classification"
+_ALL = f"{_OWN} {_TEXTS} classification"
 
 # optax's optimizers, which run on the device; with --stream weights, next to each gradient.
 ON_DEVICE = ("adamw", "lion", "muon", "adafactor", "sgd", "sign")
@@ -65,11 +65,7 @@ class ModelSettings(_Group):
     dtype: Literal["bfloat16", "float32"] = option(
         "bfloat16", "Dtype of matrix products and, where the host has masters, of matrices."
     )
-    scan_layers: bool = option(
-        False,
-        "Loop over stacked layers: compiles faster, but gradients, unless streamed, leave the "
-        "device only after the backward pass.",
-    )
+    scan_layers: bool = option(False, "Loop over stacked layers, which compiles faster.")
     remat: bool = option(False, "Recompute activations in the backward pass, to save memory.")
 
 
@@ -85,20 +81,14 @@ class DataSettings(_Group):
     data: Annotated[str, "PATH"] | None = option(None, "File or folder; none for standard_library.")
     length_buckets: int = option(4, "Number of lengths that batches are padded to.", above=0)
     text_column: str = option("text", "Column with the text.", tasks="language classification")
-    second_text_column: str | None = option(
-        None, "Column with the second text of a pair.", tasks="classification"
-    )
+    second_text_column: str | None = option(None, "Pairs' second column.", tasks="classification")
     label_column: str = option("label", "Column with the label.", tasks="classification")
-    chat_template: File | None = option(
-        None, "Jinja template. Default: the one in the model's folder.", tasks="chat"
-    )
+    chat_template: File | None = option(None, "Jinja template. Default: the model's.", tasks="chat")
     packing: Literal["separate", "joined"] = option(
         "separate", "joined: texts in one sequence attend to each other.", tasks="language"
     )
     validation_share: float = option(
-        0.1,
-        "Share of the data to validate on, if there are no validation files (val*, dev*).",
-        tasks=f"{_OWN} {_USERS}",
+        0.1, "Share to validate on, without validation files (val*, dev*).", tasks=_ALL
     )
     corpus_megabytes: float = option(4.0, "Size of the text.", above=0, tasks=_OWN)
 
@@ -160,9 +150,7 @@ class ZenFlowSettings(_Group):
         None, "Steps from a window's end to its update. Default: 1; without rolling, a window."
     )
     window_scaling: Literal["auto", "none"] = option(
-        "auto",
-        "none: a window's update is one step, as in the paper. auto: if rolling, it is as long as "
-        "the window's steps.",
+        "auto", "auto: if rolling, an update is as long as its window's steps. none: one step."
     )
     provisional_share: float = option(0.5, "Provisional step, in learning rates; 0: none.")
 
@@ -175,13 +163,10 @@ class HostSettings(_Group):
         "during_step", "When gradients leave the device."
     )
     stream: Literal["none", "gradients", "weights"] = option(
-        "none",
-        "gradients: scanned layers send their gradients layer by layer, in the backward pass. "
-        "weights: weights and optimizer state are in host memory, and the layers run one by one.",
+        "none", "gradients: scanned layers send them one by one. weights: all state is on the host."
     )
     layer_updates: Literal["after_backward", "during_backward"] = option(
-        "after_backward",
-        "With --stream weights, when layers are updated; during_backward hides this work.",
+        "after_backward", "With --stream weights: when layers are updated; during hides this work."
     )
     layer_inputs: Literal["device", "host"] = option(
         "device", "With --stream weights, where the layers' inputs wait for the backward pass."

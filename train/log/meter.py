@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 
@@ -43,23 +43,12 @@ class Totals(NamedTuple):
     wait_share: float
 
 
-class Mark(NamedTuple):
-    tokens_done: int
-    time_s: float
-    waited_s: float
-
-    def since(self, before: Mark) -> Totals:
-        seconds = self.time_s - before.time_s
-        tokens, waited = self.tokens_done - before.tokens_done, self.waited_s - before.waited_s
-        return Totals(seconds, tokens / seconds if tokens else None, waited / seconds)
-
-
 class UnreadStep(NamedTuple):
     """A step that is not yet in a row."""
 
     loss: jax.Array | float
     skipped: jax.Array | int  # total number of skipped steps after it
-    tokens: int
+    tokens: int = 0
 
 
 class Meter:
@@ -80,25 +69,20 @@ class Meter:
         steps_done: int = 0,
         state: Mapping[str, Any] | None = None,
     ):
-        self._log_every = log_every
-        self._stats = stats
         state = state or {"unread": [], "skipped": 0}
-        self._unread = deque(
-            UnreadStep(loss, skipped, tokens=0) for loss, skipped in state["unread"]
-        )
-        self._steps_read = steps_done - len(self._unread)
-        self._tokens_read = 0
+        self._log_every, self._stats = log_every, stats
+        self._max_skipped, self._remedy = max_skipped, remedy
+        self._unread = deque(UnreadStep(*step) for step in state["unread"])
+        self._steps_read, self._tokens_read = steps_done - len(self._unread), 0
         self._skipped: int = state["skipped"]  # up to the last row
-        self._paused_s = 0.0
         self.total_skipped = int(self._unread[-1].skipped) if self._unread else self._skipped
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row, self._paused_s = 0, 0.0
         # The last step for which it is known whether it was skipped.
         self._known = self._begun = steps_done
-        self._max_skipped, self._remedy = max_skipped, remedy
 
     def start(self) -> None:
         """Starts the clock. Earlier steps must have no tokens, because no rate includes them."""
-        self._started = Mark(0, self._now(), self._waited_s())
+        self._started = self._mark()
         # Two intervals, because the last interval's steps may seem to take no time.
         self._last_two = deque([self._started], maxlen=2)
 
@@ -108,7 +92,7 @@ class Meter:
         It then blocks until the device has finished all but the last `log_every` steps.
         """
         self._unread.append(UnreadStep(loss, skipped, tokens))
-        self._read_skips(self._steps_taken - BEHIND)
+        self._read_skips(self._steps_read + len(self._unread) - BEHIND)
         enough = self._to_next_row() + self._log_every
         return self._next_row() if len(self._unread) >= enough else None
 
@@ -128,29 +112,21 @@ class Meter:
 
     def skipped_last(self) -> bool:
         """Returns whether the last step was skipped; blocks until the device has finished it."""
-        self._read_skips(self._steps_taken)
+        self._read_skips(self._steps_read + len(self._unread))
         return self._skipped_in_a_row > 0
 
     def finish(self) -> None:
         """Raises `NotFiniteError` if every step of this start was skipped."""
-        self._read_skips(self._steps_taken)
-        if 0 < self._skipped_in_a_row == self._known - self._begun:
+        if self.skipped_last() and self._skipped_in_a_row == self._known - self._begun:
             self._fail()
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a resumed run, as JSON. Blocks until all steps are finished."""
-        unread = jax.device_get(list(self._unread))
-        return {
-            "unread": [(float(x.loss), int(x.skipped)) for x in unread],
-            "skipped": self._skipped,
-        }
+        unread = [(float(x.loss), int(x.skipped)) for x in jax.device_get(list(self._unread))]
+        return {"unread": unread, "skipped": self._skipped}
 
     def since_start(self) -> Totals:
-        return self._mark().since(self._started)
-
-    @property
-    def _steps_taken(self) -> int:
-        return self._steps_read + len(self._unread)
+        return _totals(self._started, self._mark())
 
     def _read_skips(self, until: int) -> None:
         """Reads which steps up to `until` were skipped."""
@@ -162,7 +138,7 @@ class Meter:
             if self._skipped_in_a_row >= self._max_skipped:
                 self._fail()
 
-    def _fail(self) -> NoReturn:
+    def _fail(self) -> None:
         first = self._known - self._skipped_in_a_row + 1
         raise NotFiniteError(
             f"steps {first} to {self._known} were skipped, because their gradients are not finite. "
@@ -171,37 +147,38 @@ class Meter:
 
     def _to_next_row(self) -> int:
         # Fewer than `log_every` after the first step, or if the last start had another interval.
-        if self._steps_read == 0:
-            return 1
-        return self._log_every - self._steps_read % self._log_every
+        return self._log_every - self._steps_read % self._log_every if self._steps_read else 1
 
     def _next_row(self) -> Row:
         count = min(self._to_next_row(), len(self._unread))
         self._read_skips(self._steps_read + count)
         taken = [self._unread.popleft() for _ in range(count)]
-        figures = jax.device_get([(x.loss, x.skipped) for x in taken])  # blocks
+        losses, before = [], self._skipped
+        for step in jax.device_get(taken):  # blocks
+            if step.skipped == self._skipped:
+                losses.append(float(step.loss))
+            self._skipped = int(step.skipped)
         self._steps_read += count
-        self._tokens_read += sum(x.tokens for x in taken)
+        self._tokens_read += sum(step.tokens for step in taken)
         mark = self._mark()
-        rates = mark.since(self._last_two[0])
+        rates = _totals(self._last_two[0], mark)
         self._last_two.append(mark)
-        totals = [self._skipped, *(int(skipped) for _, skipped in figures)]
-        losses = [x for (x, after), b in zip(figures, totals, strict=False) if int(after) == b]
-        skipped, self._skipped = totals[-1] - totals[0], totals[-1]
-        loss = float(sum(losses)) / len(losses) if losses else math.nan
+        loss = sum(losses) / len(losses) if losses else math.nan
+        skipped = self._skipped - before
         return Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> tuple[int, float, float]:
+        """Returns the tokens, time and waits so far."""
         # Losses from a checkpoint are not arrays and have no tokens.
         unread: Any = self._unread
         finished = sum(x.tokens for x in unread if x.tokens and x.loss.is_ready())
-        return Mark(self._tokens_read + finished, self._now(), self._waited_s())
+        waited_s = self._stats().wait_s if self._stats else 0.0
+        return self._tokens_read + finished, time.perf_counter() - self._paused_s, waited_s
 
-    def _waited_s(self) -> float:
-        return self._stats().wait_s if self._stats else 0.0
 
-    def _now(self) -> float:
-        return time.perf_counter() - self._paused_s
+def _totals(start: tuple[int, float, float], end: tuple[int, float, float]) -> Totals:
+    tokens, seconds, waited_s = (x - y for x, y in zip(end, start, strict=True))
+    return Totals(seconds, tokens / seconds if tokens else None, waited_s / seconds)
 
 
 def has_stalled(values: Sequence[float], patience: int | None, *, larger_is_better: bool) -> bool:

@@ -15,12 +15,13 @@ import contextlib
 import csv
 import datetime
 import importlib.util
+import itertools
 import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
@@ -48,29 +49,23 @@ class RunLog:
         rows: Sequence[Row] = (),
         validations: Sequence[tuple[int, Mapping[str, float]]] = (),
     ):
-        self.rows = list(rows)
-        last = rows[-1].step if rows else 0
-        self._console = console
-        self._csv_file = _begin(folder / "metrics.csv", [Row._fields, *rows])
+        self.rows, self._steps = list(rows), steps
+        self._console, self._reporter = console, reporter
+        self._metrics, self._validations = folder / "metrics.csv", folder / "validation.csv"
+        # Atomic, so that a run that is killed here keeps the old files.
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
-        self._validation_file = _begin(folder / "validation.csv", lines)
-        self._reporter = reporter
-        self._steps = steps
+        for path, old in ((self._metrics, [Row._fields, *rows]), (self._validations, lines)):
+            with atomic_path(path) as part:
+                _append(part, old)
         self._made = time.monotonic()
-        self._begun = (last, self._made)  # a step, and its time
+        self._begun = (rows[-1].step if rows else 0), self._made  # a step, and its time
 
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        with contextlib.ExitStack() as closing:
-            if kind is not None:
-                # On a full disk, closing fails again, which would hide the original error.
-                closing.enter_context(contextlib.suppress(OSError))
-            for file in (self._csv_file, self._validation_file):
-                closing.callback(file.close)
-            if self._reporter is not None:
-                closing.callback(self._reporter.finish)
+    def __exit__(self, *_: Any) -> None:
+        if self._reporter is not None:
+            self._reporter.finish()
 
     def begin(self, step: int) -> None:
         """Records that this start's first step is compiled and finished."""
@@ -80,8 +75,7 @@ class RunLog:
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        # Written immediately, so that a run can be followed, and a killed run leaves a record.
-        _write(self._csv_file, [row])
+        _append(self._metrics, [row])
         self._report("train", row._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
         if row.tokens_per_s:
@@ -97,7 +91,7 @@ class RunLog:
         show(self._console, f"{self._counted(row.step)}  {figures}")
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
-        _write(self._validation_file, _lines(step, figures))
+        _append(self._validations, _lines(step, figures))
         self._report("validation", figures, step)
         values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
         show(self._console, f"validation after {step} steps: {values}")
@@ -152,21 +146,17 @@ def show(console: Console, line: str) -> None:
 
 def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[Row]:
     """Reads the rows of `metrics.csv` up to step `until`, or up to the first damage."""
-    path = folder / "metrics.csv"
-    rows: list[Row] = []
-    try:
+    path, rows = folder / "metrics.csv", list[Row]()
+    # A killed run may have left an incomplete last line.
+    with contextlib.suppress(FileNotFoundError, ValueError, csv.Error):
         with open(path, newline="", encoding="utf-8") as file:
-            for line in csv.DictReader(file):
-                # A killed run may have left an incomplete last line.
-                if None in line.values() or int(line["step"]) > until:
+            for step, loss, speed, share, skipped in itertools.islice(csv.reader(file), 1, None):
+                if int(step) > until:
                     break
-                counts = ("step", "skipped")
-                pairs = ((int if n in counts else float, line[n]) for n in Row._fields)
-                rows.append(Row(*(read(text) if text else None for read, text in pairs)))
-    except FileNotFoundError:
-        return []
-    except (ValueError, KeyError, csv.Error):
-        last = rows[-1].step if rows else 0
+                rates = float(speed) if speed else None, float(share)
+                rows.append(Row(int(step), float(loss), *rates, int(skipped)))
+    last = rows[-1].step if rows else 0
+    if last < until:
         say(f"{path} is damaged: its rows for the steps from {last + 1} to {until} are lost")
     return rows
 
@@ -175,14 +165,7 @@ def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, floa
     return [(step, name, value) for name, value in figures.items()]
 
 
-def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
-    """Writes a CSV file with these lines, and opens it for appending."""
-    # Atomic, so that a run that is killed here keeps the old file.
-    with atomic_path(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
+def _append(path: Path, lines: Iterable[Sequence[Any]]) -> None:
+    """Writes at once, so that a run can be followed, and a killed run leaves a record."""
+    with open(path, "a", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)
-    return open(path, "a", newline="", encoding="utf-8")
-
-
-def _write(file: TextIO, lines: Iterable[Sequence[Any]]) -> None:
-    csv.writer(file).writerows(lines)
-    file.flush()

@@ -3,6 +3,7 @@
 settings.toml         all settings, as a config file, with a copy of a chat template that it names
 metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
+timeline.png          where the last steps' time went (docs/timeline.md), with zenflow and offload
 summary.json          the values of the summary table; `best_step` is the step of the saved
                       weights, null without keep_best
 checkpoints/          the run's checkpoints, to resume from (`checkpoints/writing.py`)
@@ -18,14 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 import zenflow_jax
 from train import command_of
 from train.cli.settings import PAIRS
 from train.log.meter import Row
-from train.log.run_log import show
 from train.tasks.classification import by_index
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
@@ -58,13 +57,16 @@ def completed_steps(folder: Path) -> int | None:
         return None
 
 
-def write_picture(
-    folder: Path, rows: Sequence[Row], validations: Validations, *, title: str, target: str
+def write_pictures(
+    folder: Path,
+    rows: Sequence[Row],
+    validations: Validations,
+    timeline: Sequence[Any],
+    *,
+    title: str,
+    target: str,
 ) -> None:
-    """Writes `loss.png`: the loss by step and, below it, the task's metrics.
-
-    A loss is in nats per `target`.
-    """
+    """Writes `timeline.png`, and `loss.png`: the loss, in nats per `target`, above the metrics."""
     from matplotlib.figure import Figure  # a third of the start-up time
     from matplotlib.ticker import MaxNLocator
 
@@ -89,17 +91,8 @@ def write_picture(
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(folder / "loss.png", dpi=120)
-
-
-def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
-    """Draws the last steps; an error is printed, not raised."""
-    if timeline.steps:
-        try:
-            zenflow_jax.plot_timeline(timeline, path)
-            line = f"timeline of the last steps: {path}"
-        except OSError as error:
-            line = f"the timeline cannot be written to {path}: {error}"
-        show(console, line)
+    if any(span.kind == "step" for span in timeline):
+        zenflow_jax.plot_timeline(timeline, folder / "timeline.png")
 
 
 def command_of_use(model: Path, task: str) -> str | None:

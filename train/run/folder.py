@@ -21,7 +21,7 @@ from train.run import models
 LOCK = "lock"
 
 # The files that a run overwrites.
-WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, "loss.png"}
+WRITTEN = {TEMPLATE, models.FOLDER, models.WEIGHTS, "loss.png", "timeline.png"}
 WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 

@@ -68,7 +68,7 @@ class Run:
             )
         )
 
-    def resume(self, timeline: Path | None) -> bool:
+    def resume(self) -> bool:
         """Restores the newest checkpoint, if any; returns whether steps are left."""
         progress: Mapping[str, Any] = {}
         if (newest := self.checkpoints.newest()) is not None:
@@ -86,12 +86,6 @@ class Run:
             self.training.open(self.stack)
         except UnfitRunError as error:
             raise SettingsError(str(error)) from error
-        host = self.training.host  # `--timeline` needs an engine
-        if timeline and isinstance(host, HostEngine) and processes.is_first():
-            # Written whether or not the run succeeds.
-            self.stack.callback(
-                lambda: summary.write_timeline(timeline, host.timeline, self.console)
-            )
         self.checkpoints.rename_damaged()  # only after this start is known to be valid
         self._open_log(progress)
         if not self.done:
@@ -247,9 +241,10 @@ class Run:
             return
         title = f"{figures['optimizer']}, {figures['parameters'] / 1e6:.1f} M parameters"
         target = figures["target"]
-        summary.write_picture(
-            self.folder, self.log.rows, self.validations, title=title, target=target
-        )
+        host = self.training.host
+        timeline = host.timeline if isinstance(host, HostEngine) else []
+        curves = self.log.rows, self.validations, timeline
+        summary.write_pictures(self.folder, *curves, title=title, target=target)
         # Last, because its existence means that all files are written.
         text = json.dumps(figures, indent=2) + "\n"
         write_text_atomically(self.folder / "summary.json", text)

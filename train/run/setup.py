@@ -56,16 +56,11 @@ class Job(NamedTuple):
     notes: tuple[str, ...]  # shown to the user
 
 
-def read(settings: Settings, *, timeline: Path | None) -> Sources:
+def read(settings: Settings) -> Sources:
     """Reads and checks everything except weights, with the arguments and errors of `train`."""
     settings.check_task()
     check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
-    if timeline and (not settings.has_engine or settings.steps == 0):
-        raise SettingsError(
-            "`--timeline`: needs steps with host work (zenflow or offload), but the run uses "
-            f"{settings.optimizer} with steps {settings.steps}."
-        )
     if settings.steps == 0 and (run := settings.run) is not None:
         # A run's settings contain both run and model, so the choice would be ambiguous.
         trained, model = Path(settings.output_dir, run, models.FOLDER), settings.model

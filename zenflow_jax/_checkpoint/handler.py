@@ -31,24 +31,24 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     ) -> list[future.Future] | None:
         """Starts writing the state of the engine in `args` to `directory`; called by orbax."""
         folder = _local(directory)
-        stream = args.engine.stream(args.copy_bytes)
+        snapshot = args.engine.snapshot(args.copy_bytes)
 
         async def write() -> None:
-            stream.write(folder)
+            snapshot.write(folder)
 
         writing, name = write(), "zenflow_jax engine"
         try:
             written = future.CommitFutureAwaitingContractedSignals(writing, name=name)
         except BaseException:
-            stream.close()
+            snapshot.close()
             raise
 
         def close_after() -> None:
             # If orbax cannot create the folder, it never writes, and raises only at the next save.
-            # Until then the run would wait for the stream, a deadlock (orbax 0.12.8).
+            # Until then the run would wait for the save, a deadlock (orbax 0.12.8).
             with contextlib.suppress(Exception):  # raised by orbax
                 written.result()
-            stream.close()
+            snapshot.close()
             writing.close()  # otherwise Python warns that it was never awaited
 
         threading.Thread(target=close_after, name=f"{name}: close", daemon=True).start()
@@ -56,8 +56,8 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.PathLike, args: "EngineSave") -> None:
         """Writes the state of the engine in `args` to `directory` before returning."""
-        folder = _local(directory)
-        args.engine.stream(args.copy_bytes).write(folder)
+        folder = _local(directory)  # first, because a snapshot must be closed
+        args.engine.snapshot(args.copy_bytes).write(folder)
 
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
@@ -101,24 +101,19 @@ class EngineSave(_Checkpointable):
         >>> import jax, jax.numpy as jnp, orbax.checkpoint as ocp, tempfile, zenflow_jax
         >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
         >>> opt_state = zenflow_jax.zenflow(1e-2).init(params)
-        >>> with (
-        ...     zenflow_jax.HostEngine(params, opt_state) as engine,
-        ...     ocp.CheckpointManager(tempfile.mkdtemp()) as manager,
-        ... ):
-        ...     args = ocp.args.Composite(
-        ...         params=ocp.args.StandardSave(params),
-        ...         opt_state=ocp.args.StandardSave(opt_state),
-        ...         engine=zenflow_jax.EngineSave(engine),
-        ...     )
-        ...     saved = manager.save(0, args=args)
-        ...     manager.wait_until_finished()
+        >>> with zenflow_jax.HostEngine(params, opt_state) as engine:
+        ...     with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
+        ...         trees = {"params": params, "opt_state": opt_state}
+        ...         args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        ...         args["engine"] = zenflow_jax.EngineSave(engine)
+        ...         saved = manager.save(0, args=ocp.args.Composite(**args))
     """
 
     engine: Any
     copy_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not hasattr(self.engine, "stream"):
+        if not hasattr(self.engine, "snapshot"):
             raise TypeError(
                 f"`engine` is a {type(self.engine).__name__}. Pass a `HostEngine`; to save "
                 "`engine.state()` use `PyTreeSave` or `StandardSave`."
@@ -128,14 +123,14 @@ class EngineSave(_Checkpointable):
     async def save(self, directory: Any) -> Awaitable[None]:
         """Starts a save to `directory`; called by `orbax.checkpoint.v1`."""
         _local(directory.path)
-        stream = self.engine.stream(self.copy_bytes)
+        snapshot = self.engine.snapshot(self.copy_bytes)
 
         async def write() -> None:
-            stream.write(_local(await directory.await_creation()))
+            snapshot.write(_local(await directory.await_creation()))
 
         writing = write()
-        # If orbax fails before or while it writes, the run must not wait for the stream.
-        weakref.finalize(writing, stream.close)
+        # If orbax fails before or while it writes, the run must not wait for the snapshot.
+        weakref.finalize(writing, snapshot.close)
         return writing
 
 
@@ -159,13 +154,12 @@ class EngineRestore(_Checkpointable):
         >>> import jax, jax.numpy as jnp, orbax.checkpoint as ocp, tempfile, zenflow_jax
         >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
         >>> opt_state = zenflow_jax.zenflow(1e-2).init(params)
+        >>> engine = zenflow_jax.HostEngine(params, opt_state)
         >>> with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
-        ...     with zenflow_jax.HostEngine(params, opt_state) as engine:
-        ...         saved = manager.save(0, args=zenflow_jax.EngineSave(engine))
-        ...         manager.wait_until_finished()
+        ...     saved = manager.save(0, args=zenflow_jax.EngineSave(engine))
+        ...     manager.wait_until_finished()
         ...     engine_state = manager.restore(0, args=zenflow_jax.EngineRestore())
-        ...     engine = zenflow_jax.HostEngine(params, opt_state, engine_state=engine_state)
-        ...     engine.close()
+        >>> resumed = zenflow_jax.HostEngine(params, opt_state, engine_state=engine_state)
     """
 
     item: Any = None

@@ -3,12 +3,13 @@
 Parameters, optimizer state and engine state must be from the same moment. Each engine draws a
 number, which all processes in the run share, and which determines the tokens in the optimizer's and
 the engine's state: if steps and tokens are equal, both are from the same moment. Parameters carry
-no token, so the engine's state contains a checksum of each parameter, its fingerprint.
+no token, so the engine's state contains their checksum.
 """
 
 import contextlib
+import dataclasses
 import secrets
-import weakref
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,24 +17,25 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zenflow_jax import _version
 from zenflow_jax._checkpoint.tree import (
     SUMS,
-    abstract_engine_state,
-    counts_from_tree,
+    arrays_of_leaves,
+    decoded,
+    first_run_state,
     options_of,
     place_of,
 )
-from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels, piece_of
-from zenflow_jax._exchange.progress import Counts, Progress
+from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
+from zenflow_jax._host.state import HostState
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import UnfitRunError
+from zenflow_jax._version import LAYOUT_NAME
 
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
@@ -61,39 +63,58 @@ class Joining:
     def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array], engine_state: Any):
         self.number = 0  # known at the end
         self._state, self._saved = state, engine_state
-        self._specs = [leaf.spec for leaf in state.leaves]
         self._moment = int(read(state.step)), int(read(state.token))
         self._devices = devices_of(weights)
-        self._problem: str | None = None
         # Before the block, because all processes must run this program.
-        self._sums = [] if engine_state is None else fingerprints(weights, self._specs)
+        specs = [leaf.spec for leaf in state.leaves]
+        self._params = 0 if engine_state is None else checksum(weights, specs)
 
     def __enter__(self) -> "Joining":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
-            self.number = agree(self._problem, *self._moment, self._devices)
+            self.number = agree(None, *self._moment, self._devices)
         elif isinstance(error, Exception):
             with contextlib.suppress(ValueError):
                 agree(str(error), *self._moment, self._devices)
 
-    def resume(
-        self, offloaded: OffloadedLeaves, worker: Worker, progress: Progress, updates: Updates
-    ) -> None:
-        """Resumes from the saved state, if any."""
+    def run_state(self) -> RunState:
+        """Returns the saved run's state, if it fits this run, or a new run's state."""
         if self._saved is None:
-            return
-        counts = counts_from_tree(self._saved["counts"])
-        progress.resume(counts)
-        if not offloaded.specs:
-            return  # the whole state is in the optimizer state
+            return first_run_state(self._state)
+        return check_resumed(self._saved, self._state)
+
+    def resume(
+        self, run: RunState, offloaded: OffloadedLeaves, worker: Worker, updates: Updates
+    ) -> None:
+        """Resumes the saved run, if any."""
+        skipped = int(read(self._state.skipped))
+        worker.stats = dataclasses.replace(worker.stats, skipped_steps=skipped)
+        if self._saved is None or not offloaded.specs:
+            return  # without offloaded leaves, the whole state is in the optimizer state
+        _check_same_run(run, *self._moment, self._params)
         _check_selection(offloaded, self._state)
-        before = _resume_host(worker, counts, self._saved["leaves"], offloaded)
-        self._problem = find_difference(counts, *self._moment, self._sums, self._specs)
-        if self._problem is None:
-            updates.note_channels(self._state.leaves)
-            updates.resume(counts.pending, before)
+        before = _resume_host(worker.host, run, self._saved["leaves"], offloaded)
+        updates.note_channels(self._state.leaves)
+        updates.resume(run.pending, before)
+
+
+def _check_same_run(run: RunState, step: int, token: int, params: int) -> None:
+    """Rejects optimizer state and parameters, by their checksum, from another moment."""
+    if (run.step, run.token) != (step, token):
+        problem = (
+            f"`engine_state` was saved after step {run.step}, but `opt_state` after step "
+            f"{step}{' of another run' if run.step == step else ''}"
+        )
+    elif run.params not in (0, params):
+        problem = "`params` differ from those with which `engine_state` was saved"
+    else:
+        return
+    raise ValueError(
+        f"{problem}. Save and restore parameters, optimizer state and engine state together, and "
+        "do not change them in between."
+    )
 
 
 def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
@@ -109,74 +130,65 @@ def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
 
 
 def _resume_host(
-    worker: Worker, counts: Counts, leaves: Sequence[Mapping[str, Any]], offloaded: OffloadedLeaves
+    host: HostState, run: RunState, leaves: Sequence[Mapping[str, Any]], offloaded: OffloadedLeaves
 ) -> list[np.ndarray]:
-    """Copies saved arrays into a new worker's arrays, a part at a time.
+    """Copies saved arrays into a new host state's arrays, a part at a time.
 
     Returns each part's channels that were selected in the pending update's window.
     """
-    parts, specs = offloaded.parts, offloaded.specs
+
+    def saved(part: Part, *names: str) -> dict[str, np.ndarray]:
+        spec = offloaded.specs[part.leaf]
+        return {name: _piece(leaves[part.leaf], name, part, spec) for name in names}
 
     def arrays(part: Part) -> dict[str, np.ndarray]:
-        saved = leaves[part.leaf]
-        names = ["master", "mu", "nu", "steps"]
-        if counts.counted[part.spec.group]:
-            names += SUMS
-        return {name: _piece(saved, name, part, specs[part.leaf]) for name in names}
+        sums = SUMS if run.counted[part.spec.group] else ()
+        return saved(part, "master", "mu", "nu", "steps", *sums)
 
-    worker.resume(map(arrays, parts), counts)
+    host.resume(map(arrays, offloaded.parts), run.counted, closed=sum(run.window_lengths))
     return [
-        _piece(leaves[part.leaf], "before", part, specs[part.leaf])
-        if part.spec.k
-        else np.zeros((*part.spec.stack, 0), np.int32)
-        for part in parts
+        saved(part, "before")["before"] if part.spec.k else np.zeros((*part.spec.stack, 0), "i4")
+        for part in offloaded.parts
     ]
 
 
-def check_resumed(saved: Any, state: ZenFlowState) -> None:
-    """Rejects an engine state whose layout, leaves or options differ; names the difference."""
-    parts = saved if isinstance(saved, Mapping) else {}
-    if {"leaves", "counts"} <= parts.keys():
-        _check_layout(parts.get("layout"))
-    expected = abstract_engine_state(state)
+def check_resumed(saved: Any, state: ZenFlowState) -> RunState:
+    """Returns the run state in an engine state; rejects another layout, other leaves or options."""
+    names = dict(saved) if isinstance(saved, Mapping) else {}
+    leaves = names.pop("leaves", None)
+    if list(names) != [LAYOUT_NAME]:
+        written = names.get("layout", names)  # to layout 3, the name was one level below
+        raise UnfitRunError(
+            f"This version reads {LAYOUT_NAME}, but `engine_state` has "
+            f"{', '.join(map(str, written)) or 'none'}. Pass the result of `EngineRestore` or "
+            "`state()`. Continue another version's run with that version, or start a new run from "
+            "its parameters, with `tx.init(params)`."
+        )
+    run, old = decoded(names[LAYOUT_NAME], state)
     # Options come first, because different options also change the arrays.
-    options = parts.get("options")
-    if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
-        specs = [leaf.spec for leaf in state.leaves]
-        options = {name: np.asarray(x) for name, x in options.items()}
-        old, new = (_describe_options(x, specs) for x in (options, options_of(state)))
-        for name in new:
-            if old.get(name) != new[name]:
-                raise UnfitRunError(
-                    f"This run differs from the saved run: {name} is {new[name]}, but was "
-                    f"{old.get(name)}. {_MAY_CHANGE}"
-                )
-    if jax.tree.structure(saved) != jax.tree.structure(expected):
+    new = options_of(state)
+    for name in [*new, *old]:
+        if old.get(name) != new.get(name):
+            raise UnfitRunError(
+                f"This run differs from the saved run: {name} is {new.get(name)}, but was "
+                f"{old.get(name)}. {_MAY_CHANGE}"
+            )
+    expected = arrays_of_leaves(state)
+    if jax.tree.structure(leaves) != jax.tree.structure(expected):
         raise ValueError(
             "`engine_state` differs in structure from `abstract_engine_state(opt_state)`: "
-            f"{str(jax.tree.structure(saved))[:200]}. Pass the result of `engine.state()` from a "
-            "run with the same parameters and options."
+            f"{str(jax.tree.structure(leaves))[:200]}. Pass the whole result of `engine.state()`."
         )
     for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(saved), jax.tree.leaves(expected), strict=True
+        jax.tree_util.tree_leaves_with_path(leaves), jax.tree.leaves(expected), strict=True
     ):
         if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
             raise UnfitRunError(
-                f"`engine_state` has {x.dtype} {tuple(x.shape)} at {jax.tree_util.keystr(path)}, "
-                f"but this run needs {y.dtype} {tuple(y.shape)}. {_MAY_CHANGE}"
+                f"`engine_state` has {x.dtype} {tuple(x.shape)} at "
+                f"['leaves']{jax.tree_util.keystr(path)}, but this run needs {y.dtype} "
+                f"{tuple(y.shape)}. {_MAY_CHANGE}"
             )
-
-
-def _check_layout(written: Any) -> None:
-    """Rejects a different layout, whether from files or from another checkpoint library's tree."""
-    names = written if isinstance(written, Mapping) else {}
-    if list(names) != [_version.LAYOUT_NAME]:
-        layout = ", ".join(names) or "unknown, from a version before 0.2.0"
-        raise UnfitRunError(
-            f"This version reads {_version.LAYOUT_NAME}, but the layout of this `engine_state` is "
-            f"{layout}. Continue with the version that wrote it, or start a new run from its "
-            "parameters, with `tx.init(params)`."
-        )
+    return run
 
 
 _MAY_CHANGE = (
@@ -189,77 +201,10 @@ _MAY_CHANGE = (
 )
 
 
-def _describe_options(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str, str]:
-    """Describes the result of `options_of`, with the names that error messages use."""
-    words = {
-        f"`{name}`": _number(*np.ravel(x).tolist())
-        for name, x in options.items()
-        if name not in ("leaves", "groups")
-    }
-    words["the number of leaves"] = str(len(options["leaves"]))
-    # Only a mesh that divides the layers of a stack changes the number of ranges.
-    labels = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
-    groups = iter(np.asarray(options["groups"]).tolist())
-    for spec, row in zip(specs, np.asarray(options["leaves"]).tolist(), strict=False):
-        words |= {f"the {x} of {spec.name}": str(n) for x, n in zip(labels, row, strict=True)}
-        in_turn = ", ".join(str(next(groups, None)) for _ in spec.groups)
-        words[f"the group of {spec.name}"] = in_turn
-    return words
-
-
-def _number(number: float | int, rule: float = 0.0, share: float = 0.0) -> str:
-    def text(x: float | int) -> str:  # all digits of a float32
-        return np.format_float_positional(np.float32(x), trim="-")
-
-    words = "None" if number < 0 else text(number)
-    return words if rule == 0 else f"{words} (rule {rule:g}, share {text(share)})"
-
-
-def fingerprints_of_live_arrays(
-    weights: Sequence[weakref.ref[jax.Array]], specs: Sequence[LeafSpec], devices: Collection[Any]
-) -> np.ndarray:
-    """Returns all leaves' fingerprints, uint32; 0 for a parameter that any process has freed."""
-    arrays = [reference() for reference in weights]
-    alive = [x is not None and not x.is_deleted() for x in arrays]
-    if len({device.process_index for device in devices}) > 1:
-        # Other processes may have freed more, but all must run the same programs.
-        alive = np.all(list(gather(alive, devices).values()), axis=0)
-    known = {i: x for i, x in enumerate(arrays) if alive[i] and x is not None}
-    sums = np.zeros(len(specs), np.uint32)
-    sums[list(known)] = _as_saved(fingerprints([*known.values()], [specs[i] for i in known]))
-    return sums
-
-
-def _as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
-    """Waits for fingerprints that are to be saved, and returns them with 0 replaced by 1."""
-    return np.maximum(np.array(jax.device_get(sums), np.uint32), 1)
-
-
-def find_difference(
-    counts: Counts, step: int, token: int, sums: Sequence[jax.Array], specs: Sequence[LeafSpec]
-) -> str | None:
-    """Describes how state or parameters differ from a saved engine's state; None if they match.
-
-    `sums` are the parameters' fingerprints; a 0 in `counts` matches any fingerprint.
-    """
-    same = (counts.fingerprints == 0) | (counts.fingerprints == _as_saved(sums))
-    changed = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
-    if (counts.step, counts.token) != (step, token):
-        problem = (
-            f"`engine_state` was saved after step {counts.step}, but `opt_state` after step "
-            f"{step}{' of another run' if counts.step == step else ''}"
-        )
-    elif changed:
-        problem = (
-            f"The values of {first_names(changed)} in `params` changed since `opt_state` and "
-            "`engine_state` were saved"
-        )
-    else:
-        return None
-    return (
-        f"{problem}. Save and restore parameters, optimizer state and engine state together, and "
-        "do not change them in between."
-    )
+def checksum(weights: Sequence[jax.Array], specs: Sequence[LeafSpec]) -> int:
+    """Returns a positive checksum over all bits of the parameters, the same on any mesh."""
+    sums = np.array(jax.device_get(fingerprints(weights, specs)), np.uint32)
+    return (zlib.crc32(sums.tobytes()) & 0x7FFFFFFF) or 1
 
 
 def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) -> int:
@@ -268,8 +213,7 @@ def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) 
     Waits for the other processes. Raises an error if any process has a `problem` or another state.
     """
     own = [secrets.randbits(31), int(problem is not None), step, token]
-    several = len({device.process_index for device in devices}) > 1
-    by_process = gather(own, devices) if several else {0: own}
+    by_process = gather(own, devices)
     if problem is not None:
         raise ValueError(problem)
     leader, first = min(by_process.items())
@@ -290,14 +234,13 @@ def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) 
 
 def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[int]]:
     """Gathers each process's values through the devices: jax has no other public way."""
+    if len({device.process_index for device in devices}) == 1:
+        return {jax.process_index(): list(values)}
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
     row = np.array([values], np.int32)
-    pieces: list[Any] = [
-        jax.device_put(row, device)
-        for device in ordered
-        if device.process_index == jax.process_index()
-    ]
+    here = [device for device in ordered if device.process_index == jax.process_index()]
+    pieces = [jax.device_put(row, device) for device in here]
     x = jax.make_array_from_single_device_arrays(
         (len(ordered), len(values)), NamedSharding(mesh, PartitionSpec("device")), pieces
     )

@@ -5,6 +5,7 @@ the parts that this process saves, each named after its position in the leaf (se
 """
 
 import contextlib
+import dataclasses
 import operator
 import threading
 import weakref
@@ -19,26 +20,27 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from zenflow_jax._checkpoint.resume import fingerprints_of_live_arrays
+from zenflow_jax._checkpoint.resume import checksum, gather
 from zenflow_jax._checkpoint.stored import write_state
 from zenflow_jax._checkpoint.tree import (
     SUMS,
     arrays_of_leaves,
+    encoded,
     place_of,
-    small_arrays,
     small_sharding,
 )
 from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of
-from zenflow_jax._exchange.progress import Counts, Lifecycle, Progress
+from zenflow_jax._exchange.progress import Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
 from zenflow_jax._host.numpy_kernel import Sums
 from zenflow_jax._host.state import HostLeaf
+from zenflow_jax._version import LAYOUT_NAME
 
 # The number of elements to assemble at once, if the formats in memory and in the file differ.
 _CHUNK = 1024 * 1024
@@ -69,7 +71,7 @@ class Saver:
         self._offloaded, self._host_kernel = offloaded, host_kernel
         self._worker, self._tokens = worker, tokens
         self._progress, self._updates, self._lifecycle = progress, updates, lifecycle
-        self._snapshots: list[Snapshot] = []  # saves that may still be running
+        self._unsaved: list[Snapshot] = []  # of saves that may still be running
         worker.host.before_write = self._before_write
 
     def note(self, weights: Sequence[jax.Array]) -> None:
@@ -81,71 +83,75 @@ class Saver:
         return all(x is known() for x, known in zip(weights, self._weights, strict=True))
 
     def tree(self) -> dict[str, Any]:
-        with contextlib.closing(self._stream(range(len(self._offloaded.parts)), 0)) as stream:
-            return stream.tree()
+        numbers = range(len(self._offloaded.parts))
+        with contextlib.closing(self._snapshot(numbers, 0)) as snapshot:
+            return snapshot.tree()
 
-    def stream(self, copy_bytes: int | None) -> "EngineStream":
+    def snapshot(self, copy_bytes: int | None) -> "EngineSnapshot":
         """Returns the state without a copy, to be written while the run continues."""
         open_steps, parts = self._progress.open_steps, self._offloaded.parts
         saved = [i for i, part in enumerate(parts) if part.saved]
         # Parts whose windows close next are written first.
         saved.sort(key=lambda i: (-open_steps[parts[i].spec.group], parts[i].spec.group))
-        stream = self._stream(saved, copy_bytes)
-        self._snapshots = [*(x for x in self._snapshots if not x.done), stream.snapshot]
-        return stream
+        snapshot = self._snapshot(saved, copy_bytes)
+        self._unsaved = [*(x for x in self._unsaved if not x.done), snapshot.unsaved]
+        return snapshot
 
     def _before_write(self, i: int) -> None:
         """Waits until no checkpoint still needs the arrays of part `i`."""
-        for snapshot in self._snapshots:
-            if not snapshot.done:
-                self._worker.pause(partial(snapshot.before_write, i))
+        for unsaved in self._unsaved:
+            if not unsaved.done:
+                self._worker.pause(partial(unsaved.before_write, i))
 
-    def _stream(self, parts: Sequence[int], copy_bytes: int | None) -> "EngineStream":
-        pending, progress, host = self._updates.wait(), self._progress, self._worker.host
-        specs = [leaf.spec for leaf in self._abstract.leaves]
-        fingerprints = np.zeros(len(specs), np.uint32)
-        if progress.step:  # before the first step, other parameters may be loaded
-            fingerprints = fingerprints_of_live_arrays(self._weights, specs, self._devices)
-        counts = Counts(
-            step=progress.step,
-            open_steps=progress.open_steps,
+    def _checksum(self) -> int:
+        """Returns the parameters' checksum; 0 before the first step, or if any was freed."""
+        weights = [x for known in self._weights if (x := known()) is not None]
+        # Before the first step, other parameters may be loaded.
+        alive = self._progress.step > 0 and len(weights) == len(self._weights)
+        alive = alive and not any(x.is_deleted() for x in weights)
+        # Other processes may have freed more, but all must run the same programs.
+        if not all(known for (known,) in gather([alive], self._devices).values()):
+            return 0
+        return checksum(weights, [leaf.spec for leaf in self._abstract.leaves])
+
+    def _snapshot(self, numbers: Sequence[int], copy_bytes: int | None) -> "EngineSnapshot":
+        pending, progress = self._updates.wait(), self._progress
+        progress.schedule_state  # noqa: B018 - reads the last statistics into `run`
+        run = dataclasses.replace(
+            progress.run,
             pending=pending,
             token=self._tokens.number,
-            reselections=progress.reselections,
-            window_lengths=progress.window_lengths,
-            schedule_state=progress.schedule_state,
-            shares=progress.shares,
-            fingerprints=fingerprints,
-            counted=[window.counted for window in host.open],
-            windows=host.windows,
-            skipped=self._worker.stats.skipped_steps,
+            params=self._checksum(),
+            counted=[window.counted for window in self._worker.host.open],
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:
             copy_bytes = sum(leaf.master.size for leaf in leaves)
-        places = {}
-        for i in parts:
-            part = self._offloaded.parts[i]
-            spec, counted = self._offloaded.specs[part.leaf], counts.counted[part.spec.group]
+        places, before, then = {}, {}, self._updates.before
+        for i in numbers:
+            part, selected = self._offloaded.parts[i], then[i]
+            spec, counted = self._offloaded.specs[part.leaf], run.counted[part.spec.group]
             names = [name for name in arrays[part.leaf] if counted or name not in SUMS]
             places[i] = {name: place_of(name, part, spec) for name in names}
+            # A sum, because a live view of a device's array would block its donation.
+            before[i] = (leaves[i].channels if selected is None else selected) + part.first
         adam = HostAdam(self._host_kernel, 1)
-        stream = EngineStream(
+        snapshot = EngineSnapshot(
             offloaded=self._offloaded,
             arrays=arrays,
-            small=small_arrays(counts, self._abstract),
+            run=encoded(run, self._abstract),
+            moment=f"step {run.step}, token {run.token}",
             everywhere=small_sharding(self._abstract),
-            # A live view of a device's array would block its donation.
-            before=[None if x is None else np.array(x) for x in self._updates.before],
+            before=before,
             adam=adam,
             places=places,
-            snapshot=Snapshot(
-                {i: leaves[i] for i in parts}, copy_bytes, partial(HostLeaf.copy, adam=adam)
+            unsaved=Snapshot(
+                {i: leaves[i] for i in numbers}, copy_bytes, partial(HostLeaf.copy, adam=adam)
             ),
             processes=sorted({device.process_index for device in self._devices}),
         )
-        self._lifecycle.saves(stream.written)
-        return stream
+        self._lifecycle.saves(snapshot.written)
+        return snapshot
 
 
 class Snapshot:
@@ -227,73 +233,69 @@ class Snapshot:
 
 
 @dataclass(frozen=True, eq=False)
-class EngineStream:
+class EngineSnapshot:
     """An engine's state at one moment, to be copied or written once, by any thread."""
 
     offloaded: OffloadedLeaves
     arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # for each offloaded leaf
-    small: Mapping[str, Any]  # counts and options, which are equal in all processes
-    everywhere: Any  # the sharding for arrays of `small`
-    before: Sequence[np.ndarray | None]  # for each part, as in `Updates.before`
+    run: np.ndarray  # the encoded run state, which is equal in all processes
+    moment: str  # equal in all processes, and only there
+    everywhere: Any  # the sharding for `run`
+    before: Mapping[int, np.ndarray]  # for each saved part, the array of that name
     adam: HostAdam  # sums mail, on the calling thread
     # For each saved part, the places of its arrays in the leaf's arrays; empty sums are left out.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
-    snapshot: Snapshot  # the host's arrays of these parts
+    unsaved: Snapshot  # the host's arrays of these parts
     processes: Sequence[int]  # ascending; each writes a file
     written: Future = field(default_factory=Future)  # cancelled if the state was not saved
 
     def close(self) -> None:
         """Lets the run overwrite all leaves, saved or not. Safe to call twice."""
         self.written.cancel()
-        self.snapshot.close()
+        self.unsaved.close()
         self.adam.close()
 
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of arrays; needs all of this process's parts."""
-        leaves = dict(self.snapshot.leaves())
-        arrays_by_leaf = [
+        leaves = dict(self.unsaved.leaves())
+        arrays = [
             {name: self._assembled(i, name, leaves) for name in arrays}
             for i, arrays in enumerate(self.arrays)
         ]
-        jax.block_until_ready(arrays_by_leaf)  # only CPUs copy synchronously
-        small = jax.tree.map(
-            lambda x: put_everywhere(x, x.shape, self.everywhere), dict(self.small)
-        )
+        jax.block_until_ready(arrays)  # only CPUs copy synchronously
+        run = put_everywhere(self.run, self.run.shape, self.everywhere)
         self.written.set_result(None)
-        return {"leaves": arrays_by_leaf, **small}
+        return {"leaves": arrays, LAYOUT_NAME: run}
 
     def write(self, folder: Path) -> None:
-        """Writes this process's file to an existing folder, and closes the stream."""
-        tensors = {
-            self._tensor(i, name): (self._array(i, name).dtype, _size(place))
+        """Writes this process's file to an existing folder, and closes the snapshot."""
+        pieces = {
+            self._piece(i, name): (self._array(i, name).dtype, _size(place))
             for i, places in self.places.items()
             for name, place in places.items()
         }
         chunks = (
-            (self._tensor(i, name), *chunk)
-            for i, leaf in self.snapshot.leaves()
+            (self._piece(i, name), *chunk)
+            for i, leaf in self.unsaved.leaves()
             for name in self.places[i]
             for chunk in self._elements(i, leaf, name)
         )
+        same = self.processes, self.moment, {LAYOUT_NAME: self.run}, self.arrays
         with contextlib.closing(self):
-            write_state(folder, self.processes, self.small, self.arrays, tensors, chunks)
+            write_state(folder, *same, pieces, chunks)
             self.written.set_result(None)
 
     def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
         return self.arrays[self.offloaded.parts[i].leaf][name]
 
-    def _tensor(self, i: int, name: str) -> str:
+    def _piece(self, i: int, name: str) -> str:
         start = ",".join(str(s.start) for s in self.places[i][name])
         return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
 
     def _elements(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the elements of part `i`'s array in chunks, each with its first index."""
-        if name == "steps":
-            yield 0, leaf.steps
-        elif name == "before":
-            before = self.before[i]
-            channels = leaf.channels if before is None else before
-            yield 0, channels + self.offloaded.parts[i].first
+        if name in ("steps", "before"):
+            yield 0, leaf.steps if name == "steps" else self.before[i]
         elif name in SUMS:
             for begin in range(0, leaf.master.size, _CHUNK):
                 sums = self._sums(leaf, begin, min(begin + _CHUNK, leaf.master.size))

@@ -4,13 +4,12 @@ They use the safetensors format. The safetensors library can write only whole ar
 memory, which has no room for such copies during a save. `saving.py` describes the contents.
 """
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ from zenflow_jax._host.arrays import aligned_zeros
 #: The format name in the files' metadata. Change it when names or pieces change; the layout number
 #: (`_version.py`) covers the meaning of arrays.
 FORMAT = "zenflow_jax engine state"
-_DTYPES = {name: np.dtype(x) for name, x in (("F32", "f4"), ("I32", "i4"), ("U32", "u4"))}
+_KINDS: dict[str, Any] = dict(F32="f4", I32="i4", U32="u4", U8="u1")
 # For any optimizer's state, which `layerwise` saves.
-_DTYPES |= {name: np.dtype(x) for name, x in (("F16", "f2"), ("I16", "i2"), ("U16", "u2"))}
-_DTYPES |= {name: np.dtype(x) for name, x in (("I8", "i1"), ("U8", "u1"), ("BOOL", "?"))}
-_DTYPES["BF16"] = np.dtype(ml_dtypes.bfloat16)
+_KINDS |= dict(F16="f2", I16="i2", U16="u2", I8="i1", BOOL="?", BF16=ml_dtypes.bfloat16)
+_DTYPES = {name: np.dtype(kind) for name, kind in _KINDS.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The header's size is a multiple of this.
 _ALIGNMENT = 64
@@ -39,72 +37,49 @@ _MAX_HEADER_BYTES = 2**30
 def write_state(
     folder: Path,
     processes: Sequence[int],
+    moment: str,
     small: Mapping[str, Any],
-    leaves: Sequence[Mapping[str, jax.ShapeDtypeStruct]],
-    tensors: Mapping[str, tuple[Any, Sequence[int]]],
+    leaves: Sequence[Mapping[str, Any]],
+    pieces: Mapping[str, tuple[Any, Sequence[int]]],
     chunks: Iterable[tuple[str, int, np.ndarray]],
 ) -> None:
     """Writes this process's file of a saved state to an existing folder.
 
-    Each of `processes` writes one file. `small` is a tree of arrays; `leaves` lists the large
-    arrays. `tensors` gives the dtype and shape of each piece in this file; `chunks` yields their
-    elements in order, each chunk with the piece's name and first index.
+    Each of `processes` writes one file with the same `moment` and `small`, a tree of arrays.
+    `leaves` describes the large arrays. `pieces` gives the dtype and shape of each piece in this
+    file; `chunks` yields their elements, each chunk with the piece's name and first index. Until
+    all is on disk the file has no header, so it is unreadable.
     """
-    flat = dict(_flat(small, ""))
-    tensors = {name: (x.dtype, x.shape) for name, x in flat.items()} | dict(tensors)
+    paths = jax.tree_util.tree_leaves_with_path(small)
+    flat = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in paths}
+    arrays = {name: (x.dtype, x.shape) for name, x in flat.items()} | dict(pieces)
     # Other processes in the jax run may have separate engines and checkpoints.
     number, count = processes.index(jax.process_index()), len(processes)
     shapes = [{name: (x.dtype.name, x.shape) for name, x in leaf.items()} for leaf in leaves]
-    metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
+    metadata = {"format": FORMAT, "processes": str(count), "moment": moment}
+    header: dict[str, Any] = {"__metadata__": metadata | {"leaves": json.dumps(shapes)}}
+    begins, end = {}, 0
+    for name, (dtype, shape) in arrays.items():
+        begins[name], end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        place = {"shape": list(shape), "data_offsets": [begins[name], end]}
+        header[name] = {"dtype": _NAMES[np.dtype(dtype)], **place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
     # Checks names, not elements, because parts of a leaf that share channels write the same counts.
-    missing = {name for name, (_, shape) in tensors.items() if 0 not in shape}
-    with _new_file(folder / file_name(number, count), tensors, metadata) as write:
+    missing = {name for name, (_, shape) in arrays.items() if 0 not in shape}
+    file = os.open(folder / file_name(number, count), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
         whole = ((name, 0, x) for name, x in flat.items())
         for name, begin, elements in itertools.chain(whole, chunks):
-            write(name, begin, elements)
+            at = len(head) + begins[name] + begin * elements.itemsize
+            _write(file, elements.reshape(-1).view(np.uint8).data, at)
             missing.discard(name)
         if missing:
             raise RuntimeError(
                 "The save was closed before the whole state was written. Save again, and call "
                 "`wait_until_finished`."
             )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, np.ndarray]]:
-    for name, x in tree.items():
-        if isinstance(x, Mapping):
-            yield from _flat(x, f"{prefix}{name}/")
-        else:
-            yield prefix + name, x
-
-
-@contextlib.contextmanager
-def _new_file(
-    path: Path, arrays: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str]
-) -> Iterator[Callable[..., None]]:
-    """Makes a new file, which is on disk when the block ends without an error.
-
-    Until then it has no header, so it is unreadable. `arrays` gives each array's dtype and shape.
-    Yields `write(name, begin, elements)`.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    begins, end = {}, 0
-    for name, (dtype, shape) in arrays.items():
-        begins[name], end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
-        offsets = [begins[name], end]
-        dtype = _NAMES[np.dtype(dtype)]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    head = len(text).to_bytes(8, "little") + text
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-
-    def write(name: str, begin: int, elements: np.ndarray) -> None:
-        at = len(head) + begins[name] + begin * elements.itemsize
-        _write(file, elements.reshape(-1).view(np.uint8).data, at)
-
-    try:
-        yield write
         os.ftruncate(file, len(head) + end)
         os.fsync(file)
         _write(file, head, 0)
@@ -132,17 +107,13 @@ class _Tensor:
 
     def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
         """Reads a slice into `out`; rejects a deleted or replaced file."""
-        change = "deleted"
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            if _stamp(file.fileno()) == self.stamp:
-                np.copyto(out, np.memmap(file, self.dtype, "r", self.begin, self.shape)[index])
-                return
-            change = "overwritten"
-        raise (FileNotFoundError if change == "deleted" else ValueError)(
-            f"{self.path} was {change} after the engine's state was restored. Restore again, and "
-            "keep that checkpoint until the engine is created, because the engine reads the large "
-            "arrays."
-        )
+        with self.path.open("rb") as file:
+            if _stamp(file.fileno()) != self.stamp:
+                raise ValueError(
+                    f"{self.path} was overwritten after the engine's state was restored. Restore "
+                    "again, and keep the files until the engine is created, which reads them."
+                )
+            np.copyto(out, np.memmap(file, self.dtype, "r", self.begin, self.shape)[index])
 
 
 def _stamp(file: int) -> tuple[int, int]:
@@ -163,21 +134,14 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
         metadata = header.pop("__metadata__")
         if metadata.get("format") != FORMAT:
             raise ValueError(f"its format is {metadata.get('format')}")
-        tensors = {
-            name: _Tensor(
-                path,
-                stamp,
-                8 + length + x["data_offsets"][0],
-                _DTYPES[x["dtype"]],
-                tuple(x["shape"]),
-            )
-            for name, x in header.items()
-        }
-        for name, x in tensors.items():
-            begin, end = header[name]["data_offsets"]
-            size = math.prod(x.shape) * x.dtype.itemsize
-            if end - begin != size or begin < 0 or 8 + length + end > stamp[0]:
+        tensors = {}
+        for name, x in header.items():
+            dtype, shape, (begin, end) = _DTYPES[x["dtype"]], tuple(x["shape"]), x["data_offsets"]
+            if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+                raise ValueError(f"the {end - begin} bytes of {name} do not match its shape")
+            if 8 + length + end > stamp[0]:
                 raise ValueError(f"its {stamp[0]} bytes do not contain all of {name}")
+            tensors[name] = _Tensor(path, stamp, 8 + length + begin, dtype, shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a complete engine state file: {error}. Use another checkpoint."
@@ -227,19 +191,20 @@ class StoredArray:
 
 def read_engine_state(folder: Path) -> dict[str, Any]:
     """Reads a saved state for `HostEngine(engine_state=...)`; large arrays are `StoredArray`s."""
-    paths = sorted(folder.glob(file_name("*", "*")))
-    headers = [_read_header(path) for path in paths]
-    _check_files(folder, paths, int(headers[0][0]["processes"]) if headers else 1)
+    files = {path.name: _read_header(path) for path in sorted(folder.glob(file_name("*", "*")))}
+    metadata = next(iter(files.values()))[0] if files else {"processes": "1"}
+    _check_files(folder, files.keys(), int(metadata["processes"]))
+    if moments := sorted({str(x.get("moment")) for x, _ in files.values() if x != metadata}):
+        raise ValueError(
+            f"{folder} mixes files from several saves: of {metadata.get('moment')}, and of "
+            f"{' and '.join(moments)}. Use another checkpoint, or keep only the files of one save."
+        )
     leaves: list[dict[str, Any]] = [
-        {
-            name: StoredArray(i, name, tuple(shape), np.dtype(dtype))
-            for name, (dtype, shape) in leaf.items()
-        }
-        for i, leaf in enumerate(json.loads(headers[0][0]["leaves"]))
+        {name: StoredArray(i, name, tuple(shape), np.dtype(x)) for name, (x, shape) in leaf.items()}
+        for i, leaf in enumerate(json.loads(metadata["leaves"]))
     ]
     tree: dict[str, Any] = {"leaves": leaves}
-    moments = set()
-    for _, tensors in headers:
+    for _, tensors in files.values():
         for name, tensor in tensors.items():
             if part := re.fullmatch(r"leaves/(\d+)/(\w+)@([\d,]*)", name):
                 start = tuple(int(x) for x in part[3].split(","))
@@ -249,31 +214,21 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
                 inner = tree
                 for x in folders:
                     inner = inner.setdefault(x, {})
-                small = np.empty(tensor.shape, tensor.dtype)
-                tensor.read((), small)
-                inner[last] = small
-        moments.add(tuple(int(tree["counts"][name]) for name in ("step", "token")))
-    if len(moments) > 1:
-        steps = " and ".join(str(step) for step, _ in sorted(moments))
-        raise ValueError(
-            f"{folder} mixes files from several saves, from steps {steps} or from other runs. Use "
-            "another checkpoint, or keep only the files of one save in the folder."
-        )
+                inner[last] = np.empty(tensor.shape, tensor.dtype)
+                tensor.read((), inner[last])
     return tree
 
 
-def _check_files(folder: Path, paths: Sequence[Path], processes: int) -> None:
+def _check_files(folder: Path, names: Collection[str], processes: int) -> None:
     expected = {file_name(i, processes) for i in range(processes)}
-    names = {path.name for path in paths}
-    if names == expected:
-        return
-    missing, extra = sorted(expected - names), sorted(names - expected)
-    raise (FileNotFoundError if missing else ValueError)(
-        f"{folder} {f'lacks {missing[0]}' if missing else f'also has {extra[0]}'}: `EngineSave` "
-        f"writes one file for each of {processes} processes. Use another checkpoint, or keep only "
-        "the files of one save there. If another library saved `engine.state()`, restore with that "
-        "library."
-    )
+    missing, extra = sorted(expected - set(names)), sorted(set(names) - expected)
+    if missing or extra:
+        problem = f"lacks {missing[0]}" if missing else f"also has {extra[0]}"
+        raise (FileNotFoundError if missing else ValueError)(
+            f"{folder} {problem}: `EngineSave` writes one file for each of {processes} processes. "
+            "Use another checkpoint, or keep only the files of one save there. If another library "
+            "saved `engine.state()`, restore with that library."
+        )
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -1,66 +1,54 @@
 """An engine's state as a tree of arrays, which can be read on any number of devices and processes.
 
 Arrays are global and in host memory. Large arrays are placed like their leaf's parts, so a
-checkpoint library writes each part once, from a process that holds it. Small arrays are replicated
-on every device.
+checkpoint library writes each part once, from a process that holds it. One small array, replicated
+on every device, has the rest as JSON; its name is the layout's (`_version.py`), because libraries
+that compare names then show both versions.
 """
 
-import dataclasses
-from collections.abc import Mapping
+import json
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from zenflow_jax import _version
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
-from zenflow_jax._exchange.progress import NONE, Counts
+from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.rules import AutoSelect, AutoWindow
-from zenflow_jax._spec.schedule import Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._spec.schedule import ScheduleState
+from zenflow_jax._version import LAYOUT_NAME
 
 #: The sums of an open window's gradients and of their squares.
 SUMS = ("total", "squares")
 #: Arrays with a leaf's shape.
 WIDE = ("master", "mu", "nu", *SUMS)
-_NUMBERS = "step windows token skipped reselections open_steps counted pending".split()
+# The most characters of a number in JSON.
+_NUMBER = 24
 
 
 def options_of(state: ZenFlowState) -> dict[str, Any]:
-    """Returns the options that a resumed run must share with the saved run, as numbers."""
-    schedule = state.schedule
-    specs = [leaf.spec for leaf in state.leaves]
-    rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups)) for s in specs]
-    numbers = {f.name for f in dataclasses.fields(schedule)} - {"window", "select", "groups"}
-    return {
-        # The number, the kind of rule, and the rule's share.
-        "update_interval": np.array(_rule(schedule.window), np.float32),
-        "select_interval": np.array(_rule(schedule.select), np.float32),
-        "rolling": np.array(schedule.groups > 1, np.int32),
-        # -1 for None.
-        **{
-            name: np.array(-1 if (x := getattr(schedule, name)) is None else x, np.float32)
-            for name in sorted(numbers)
-        },
-        # For each leaf: channel axis (-1 if resident), selected channels, weight decay, ranges.
-        "leaves": np.array(rows, np.int32).reshape(-1, 4),
-        # For each range of each leaf.
-        "groups": np.array([group for s in specs for group in s.groups], np.int32),
+    """Returns the options that a resumed run must share with the saved run, in JSON's types."""
+    schedule = vars(state.schedule) | {"groups": state.schedule.groups > 1}
+    names = {"window": "update_interval", "select": "select_interval", "groups": "rolling"}
+    plain = int | float | None  # other values are rules
+    options = {
+        f"`{names.get(name, name)}`": x if isinstance(x, plain) else str(x)
+        for name, x in schedule.items()
     }
-
-
-def _rule(rule: Any) -> tuple[Any, ...]:
-    match rule:
-        case AutoWindow():
-            return rule.max_interval, 1, rule.share
-        case AutoSelect():
-            return rule.max_windows, 1, rule.keep
-        case _:
-            return rule, 0, 0
+    return options | {
+        leaf.spec.name: {
+            "channel axis": leaf.spec.axis,
+            "selected channels": leaf.spec.k,
+            "weight decay": leaf.spec.decay,
+            # Of each range. Only a mesh that divides a stack's layers changes their number.
+            "groups": list(leaf.spec.groups),
+        }
+        for leaf in state.leaves
+    }
 
 
 def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
@@ -83,64 +71,44 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         (8, 4)
     """
     state = find_state(opt_state)
-    leaves, none = arrays_of_leaves(state), [0] * state.schedule.groups
-    counts = Counts(
-        schedule_state=first_schedule_state(state.schedule, len(leaves)),
-        open_steps=none,
-        counted=none,
-        pending=[NONE for _ in none],
-        shares=np.full(len(none), np.nan, np.float32),
-        fingerprints=np.zeros(len(state.leaves), np.uint32),
-    )
-    like = small_sharding(state)
-    small = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like), small_arrays(counts, state)
-    )
-    return {"leaves": leaves, **small}
+    run = encoded(first_run_state(state), state)
+    like = jax.ShapeDtypeStruct(run.shape, run.dtype, sharding=small_sharding(state))
+    return {"leaves": arrays_of_leaves(state), LAYOUT_NAME: like}
 
 
 def small_sharding(state: ZenFlowState) -> jax.sharding.Sharding | None:
-    """Returns the sharding of small arrays: like the state's scalars, but in host memory."""
+    """Returns the run state's sharding: like the optimizer state's scalars, but in host memory."""
     return state.step.sharding and state.step.sharding.with_memory_kind(HOST)
 
 
-def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
-    """Makes the tree's small arrays, in NumPy; `state` may be from any step."""
-    return {
-        "counts": _counts_to_tree(counts, state.schedule),
-        "options": options_of(state),
-        # Named as in the optimizer state, so that a library that compares names shows both
-        # versions.
-        "layout": {_version.LAYOUT_NAME: np.array(_version.LAYOUT, np.int32)},
-    }
+def first_run_state(state: ZenFlowState) -> RunState:
+    """Returns the run state before the first step; `state` may be from any step."""
+    return RunState.first(state.schedule, sum(not leaf.spec.resident for leaf in state.leaves))
 
 
-def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
-    lengths = [counts.window_lengths.get(i, 0) for i in range(schedule.longest_window + 1)]
-    return {
-        **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
-        "window_lengths": np.array(lengths, np.int32),
-        "shares": np.array(counts.shares, np.float32),
-        "fingerprints": counts.fingerprints,
-        "schedule_state": {
-            name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
-            for name, x in counts.schedule_state._asdict().items()
-            if np.size(x)  # orbax cannot write empty arrays
-        },
-    }
+def encoded(run: RunState, state: ZenFlowState) -> np.ndarray:
+    """Returns the run's state and options as JSON, uint8; runs with equal options have equal sizes.
+
+    `state` may be from any step.
+    """
+
+    def text(run: RunState) -> str:
+        tree = vars(run) | {"options": options_of(state)}
+        return json.dumps(tree, default=lambda x: x.tolist())
+
+    # A checkpoint library needs the size before it reads the array.
+    first = text(first_run_state(state))
+    size = len(first) + _NUMBER * (first.count(",") + 1)
+    return np.frombuffer(text(run).ljust(size).encode(), np.uint8)
 
 
-def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
-    schedule_state: dict[str, Any] = dict.fromkeys(ScheduleState._fields, np.zeros(0, np.float32))
-    schedule_state |= {name: np.asarray(x)[()] for name, x in tree["schedule_state"].items()}
-    lengths = enumerate(np.asarray(tree["window_lengths"]).tolist())
-    return Counts(
-        **{name: np.asarray(tree[name]).tolist() for name in _NUMBERS},
-        window_lengths={i: n for i, n in lengths if n},
-        shares=np.asarray(tree["shares"]),
-        fingerprints=np.asarray(tree["fingerprints"]),
-        schedule_state=ScheduleState(**schedule_state),
-    )
+def decoded(array: Any, state: ZenFlowState) -> tuple[RunState, dict[str, Any]]:
+    """Returns the run state and options of an `encoded` array; `state` as in `encoded`."""
+    tree = json.loads(bytes(np.asarray(array)))
+    options, like = tree.pop("options"), first_run_state(state)
+    saved = zip(tree.pop("schedule_state"), like.schedule_state, strict=True)
+    schedule_state = ScheduleState._make(np.asarray(x, y.dtype)[()] for x, y in saved)
+    return RunState(**tree, schedule_state=schedule_state), options
 
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:

@@ -1,4 +1,4 @@
-"""Checksums and samples of parameters, to detect changes by other code.
+"""Checksums of parameters, to detect changes by other code.
 
 Subnormal numbers and both zeros count as equal, because adding zero may convert between them.
 """
@@ -21,14 +21,6 @@ def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Ar
     # Similar leaves share a program.
     bare = (dataclasses.replace(x.anonymous, k=0, transfer_dtype=None) for x in specs)
     return [_checksum(x, spec=spec) for x, spec in zip(weights, bare, strict=True)]
-
-
-def sample_of(block: Array) -> Array:
-    """Returns some values from a device's block of a leaf, always at the same positions."""
-    # All layers of a stack (32 to 63 if there are more); about eight rows and columns of a matrix.
-    most = [32] * (block.ndim - 2) + [8, 8][max(2 - block.ndim, 0) :]
-    strides = [max(size // m, 1) for size, m in zip(block.shape, most, strict=True)]
-    return block[tuple(slice(stride // 2, None, stride) for stride in strides)]
 
 
 @partial(jax.jit, static_argnames="spec")

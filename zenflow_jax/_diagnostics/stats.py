@@ -27,11 +27,7 @@ class EngineStats:
         skipped_steps: Number of steps with a non-finite gradient, among the steps whose mail has
             been read.
         skipped_in_a_row: Number of steps skipped since the last step that counted.
-        exchange_s: Seconds that the caller spent in `exchange` and `flush`, including waits.
-        wait_s: Seconds that the caller waited for the host after the device had finished.
-        work_s: Seconds that the worker worked, or waited for uploads.
-        seconds: Seconds of mail, uploads and the worker's work, by kind: the sums of the spans in
-            the timeline's rows "mail", "upload" and "host".
+        seconds: Seconds by kind of activity (docs/timeline.md).
         bytes_to_host: Bytes of mail read, and of channels handed over.
         bytes_to_device: Bytes of updates, and of channels handed over, once for each receiving
             device.
@@ -55,9 +51,6 @@ class EngineStats:
     kept_share: float | None = None
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    exchange_s: float = 0.0
-    wait_s: float = 0.0
-    work_s: float = 0.0
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     bytes_to_host: int = 0
     bytes_to_device: int = 0
@@ -68,6 +61,24 @@ class EngineStats:
     def windows(self) -> int:
         """Returns the number of closed windows."""
         return sum(self.window_lengths.values())
+
+    @property
+    def exchange_s(self) -> float:
+        """Returns the seconds that the caller spent in `exchange` and `flush`, with its waits."""
+        return self._sum("exchange", "flush")
+
+    @property
+    def wait_s(self) -> float:
+        """Returns the seconds that the caller waited for the host while the device was idle."""
+        return self._sum("wait for host")
+
+    @property
+    def work_s(self) -> float:
+        """Returns the seconds that the worker worked, or waited for uploads."""
+        return self._sum("take in", "hand over", "update", "wait for uploads")
+
+    def _sum(self, *kinds: str) -> float:
+        return sum(self.seconds.get(kind, 0.0) for kind in kinds)
 
 
 def check_skipped_steps(in_a_row: int, step: int, limit: int | None) -> None:

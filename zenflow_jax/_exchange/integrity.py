@@ -1,8 +1,7 @@
 """Detects changes to the parameters by other code.
 
-A comparison covers one step: the values of some leaves before the step, the step's update, and the
-values after the step. A program on the device counts the values that differ, and the counts are
-read late, to avoid a wait. Every comparison covers the next few leaves.
+Before a step, values of the next few leaves are noted. After it, a program on the device counts the
+values that are not the step's results; the counts are read late, to avoid a wait.
 
 The state determines the new values of selected channels: a low-precision leaf has a master, and a
 float32 leaf's change follows from its moments. A deferred weight has moved by a provisional step,
@@ -12,8 +11,8 @@ up or down, or has not moved.
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,67 +22,44 @@ from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState, leaf_layout
 from zenflow_jax._device.step import provisional_change
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 from zenflow_jax._spec.schedule import Schedule
 
-# The number of leaves in one comparison. Each leaf costs the dispatch of two small programs.
-_LEAVES_PER_COMPARISON = 8
-# The minimum number of steps between comparisons. A prime covers all steps in a window.
-_INTERVAL = 7
-# The number of channels compared in each stack entry.
-_CHANNELS = 4
-#: Relative tolerances between two programs: for a step, because `1 - b**n` may be off by a few
-#: units in the last place of the power (1% with b2 = 0.99999), and for a float32 parameter. A false
-#: positive would abort a correct run; a transformation after `zenflow` changes steps by more.
-_STEP_TOLERANCE, _PARAMETER_TOLERANCE = 0.05, 2.0**-20
-
-
-@dataclasses.dataclass(frozen=True)
-class _Extent:
-    """The selection of a leaf's values to compare."""
-
-    schedule: Schedule
-    everything: bool
-
-    @property
-    def channels(self) -> int | None:
-        """Returns how many selected channels to compare in each stack entry, or None for all."""
-        return None if self.everything else _CHANNELS
-
-    def sample(self, x: Array) -> Array:
-        # Copied, because jit would return its own argument, which the next step donates.
-        return jnp.copy(x) if self.everything else sample_of(x)
+# The leaves in a comparison, which each cost two small programs, and the least number of steps
+# between two comparisons. A prime covers all steps of a window.
+_LEAVES, _INTERVAL = 8, 7
+# Relative tolerances between two correct programs: for values, and for a selected float32 value's
+# change. The last places of `b**n`, about 2**-21, may differ, so a change with `1 - b**n` below
+# 2**-15 is not compared: a false alarm would end a correct run.
+_VALUE, _CHANGE, _LEAST = 2.0**-20, 0.05, 2.0**-15
+# Values of selected channels or a resident leaf, and of all channels of other leaves.
+_Values = tuple[Array | None, Array | None]
 
 
 class Integrity:
     """Checks the parameters of one engine's run. Must be used from one thread only.
 
     All processes get the same counts, so the same call raises an error in each process. With
-    `everything`, all values are compared at each step, which needs a second copy of the parameters
-    on the device.
+    `everything`, all values are compared at each step, which needs a second copy of the parameters.
     """
 
     def __init__(self, state: ZenFlowState, *, everything: bool):
-        self._error = ""  # the error message, after an error
-        self._step = int(read(state.step))
+        self._error, self._step = "", int(read(state.step))
         self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
         self._specs = [leaf.spec for leaf in state.leaves]
-        # Comparisons use only the warm-up and the provisional share; with equal other options, runs
-        # share programs.
-        same: dict[str, Any] = {"window": 1, "select": 1, "groups": 1, "staleness": None}
-        schedule = dataclasses.replace(state.schedule, **same, window_scaling=False)
-        self._extent = _Extent(schedule, everything)
+        # Runs that differ only in windows share programs.
+        same = {"window": 1, "select": 1, "groups": 1, "staleness": None, "window_scaling": False}
+        share = state.schedule.provisional_share or 0.0
+        schedule = dataclasses.replace(state.schedule, **same, provisional_share=share)
+        self._schedule, self._all = schedule, everything
         compared = [i for i, spec in enumerate(self._specs) if 0 not in spec.shape]
-        gap = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES_PER_COMPARISON)
-        # Spreads each comparison's leaves over the whole tree.
-        self._batches = [compared[start::gap] for start in range(gap)]
-        self._turn = 0
-        self._since = _INTERVAL
-        self._before: list[_Rows] | None = None
+        # Each comparison's leaves are spread over the whole tree.
+        count = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES)
+        self._turns = deque(compared[first::count] for first in range(count))
+        self._since, self._before = _INTERVAL, list[_Values]()
 
     def check(self, until: int) -> None:
         """Waits for counts of steps up to `until`; raises an error if any was ever nonzero."""
@@ -104,42 +80,29 @@ class Integrity:
         if self._error:
             raise RuntimeError(self._error)
 
+    def note_parameters(self, weights: Sequence[Array], leaves: Leaves, *, if_due: bool) -> None:
+        """Replaces the noted values before a step; with `if_due`, if a comparison is due."""
+        self._before = []
+        if self._turns and (self._all or (if_due and self._since >= _INTERVAL)):
+            self._since = 0
+            self._before = [_note(weights[i], _alone(leaves[i]), self._all) for i in self._turns[0]]
+
     def step_made(
         self, weights: Sequence[Array], leaves: Leaves, step_scalars: StepScalars
     ) -> None:
         """Compares the step's results with the values that were noted before the step."""
         self._step += 1
         self._since += 1
-        before, self._before = self._before, None
-        if before is None:
+        if not self._before:
             return
-        batch = self._batches[self._turn]
-        self._turn = (self._turn + 1) % len(self._batches)
-        sent = step_scalars._replace(statistics=None)
-        counts = [
-            _compare(weights[i], rows, _alone(leaves[i]), sent, extent=self._extent)
-            for i, rows in zip(batch, before, strict=True)
-        ]
-        self._add([self._specs[i].name for i in batch], counts)
-
-    def _add(self, names: Sequence[str], counts: Sequence[Array]) -> None:
+        shared = step_scalars._replace(statistics=None), self._schedule, self._all
+        pairs = zip(self._turns[0], self._before, strict=True)
         # Scalars stay separate, because no arrays are joined outside programs: some GPUs compute
         # single operations incorrectly (jax-ml/jax#40633).
-        self._unread.append((self._step, names, counts))
-
-    def forget(self) -> None:
-        """Drops the noted values, because the parameters change between two steps."""
-        self._before = None
-
-    def note_parameters(self, weights: Sequence[Array], leaves: Leaves, *, if_due: bool) -> None:
-        """Notes values before a step; with `if_due`, only when a comparison is due."""
-        due = self._extent.everything or (if_due and self._since >= _INTERVAL)
-        if self._batches and due:
-            self._since = 0
-            self._before = [
-                _rows(weights[i], _alone(leaves[i]), extent=self._extent)
-                for i in self._batches[self._turn]
-            ]
+        counts = [_compare(weights[i], old, _alone(leaves[i]), *shared) for i, old in pairs]
+        self._unread.append((self._step, [self._specs[i].name for i in self._turns[0]], counts))
+        self._turns.rotate(-1)
+        self._before = []
 
 
 def _alone(leaf: LeafState) -> LeafState:
@@ -148,111 +111,81 @@ def _alone(leaf: LeafState) -> LeafState:
     return leaf.replace(scores=None, spec=spec)
 
 
-class _Rows(NamedTuple):
-    """Samples of a parameter on each device."""
-
-    selected: Array | None  # from selected channels or a resident leaf; at least one axis
-    samples: Array | None  # from all channels; None for a resident leaf
-
-
-@partial(jax.jit, static_argnames="extent")
-def _rows(weight: Array, leaf: LeafState, *, extent: _Extent) -> _Rows:
+@partial(jax.jit, static_argnums=2)
+def _note(weight: Array, leaf: LeafState, all_: bool) -> _Values:
     layout = Layout(leaf.spec)
     takes = [layout.block, None if leaf.channels is None else layout.channels]
-    see = partial(_rows_of, extent=extent)
-    return on_each_device(see, leaf.spec, takes, layout.each_device)(weight, leaf.channels)
+    look = on_each_device(partial(_look, all_=all_), leaf.spec, takes, layout.each_device)
+    return look(weight, leaf.channels)
 
 
-def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, extent: _Extent) -> _Rows:
-    selected: Array | None = weight
-    if channels is not None:
-        index = shard.to_local(channels)[..., : extent.channels]
-        selected = shard.own(take(weight, index, shard.block)) if shard.part.k else None
-    return _Rows(
-        None if selected is None else jnp.atleast_1d(extent.sample(selected)),
-        None if channels is None else extent.sample(weight),
-    )
+def _look(shard: Shard, weight: Array, channels: Array | None, *, all_: bool) -> _Values:
+    if channels is None:
+        return _sample(weight, all_), None
+    rows = shard.own(take(weight, shard.to_local(channels), shard.block)) if shard.part.k else None
+    return None if rows is None else _sample(rows, all_), _sample(weight, all_)
 
 
-@partial(jax.jit, static_argnames="extent")
+def _sample(x: Array, all_: bool) -> Array:
+    """Returns values of a device's block, always at the same positions."""
+    # All layers of a stack (32 to 63 if there are more); about eight rows and columns of a matrix.
+    most = x.shape if all_ else [32] * (x.ndim - 2) + [8, 8][max(2 - x.ndim, 0) :]
+    strides = [max(size // max(m, 1), 1) for size, m in zip(x.shape, most, strict=True)]
+    x = x[tuple(slice(stride // 2, None, stride) for stride in strides)]
+    return jnp.atleast_1d(jnp.copy(x))  # jit would return its argument, which the next step donates
+
+
+@partial(jax.jit, static_argnums=(4, 5))
 def _compare(
-    weight: Array, rows: _Rows, leaf: LeafState, sent: StepScalars, *, extent: _Extent
+    weight: Array, old: _Values, leaf: LeafState, sent: StepScalars, schedule: Schedule, all_: bool
 ) -> Array:
+    """Counts the values that are not the step's results."""
     # The scalars that the step sent are in host memory.
-    on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
-    step = on_device.unpack()
-    layout = Layout(leaf.spec)
+    facts = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent).unpack()
 
-    def count(shard, weight, rows, leaf, scalars, step, finite):
-        adam_scalars, counts = AdamScalars(*scalars), finite > 0  # a skipped step changes nothing
-        after = _rows_of(shard, weight, leaf.channels, extent=extent)
-        wrong = jnp.zeros((), jnp.int32)
-        if rows.selected is not None:
-            assert after.selected is not None
-            wrong += _count_selected(
-                shard, rows.selected, after.selected, leaf, adam_scalars, counts, extent
-            )
-        if rows.samples is not None:
-            assert after.samples is not None
-            length = jnp.zeros((), jnp.float32)
-            if extent.schedule.provisional_share is not None:
-                length = extent.schedule.provisional_step(step, adam_scalars.learning_rate, counts)
+    def count(shard, weight, old, leaf, scalars, step, finite):
+        scalars, counts = AdamScalars(*scalars), finite > 0  # a skipped step changes nothing
+        wrong, new = jnp.zeros((), jnp.int32), _look(shard, weight, leaf.channels, all_=all_)
+        if new[0] is not None:
+            values, slack = _expected(shard, old[0], leaf, scalars, all_)
+            values = jnp.where(counts, values, old[0].astype(jnp.float32))
+            wrong += jnp.sum(_strays(new[0], old[0], [values], slack), dtype=jnp.int32)
+        if new[1] is not None:
+            length = schedule.provisional_step(step, scalars.learning_rate, counts)
+            moves = [0.0, *(provisional_change(old[1], x) for x in (length, -length))]
+            values = [old[1].astype(jnp.float32) + x for x in moves]
             deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
             deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
-            stray = _strays(rows.samples, after.samples, length) & extent.sample(deferred)
+            stray = _strays(new[1], old[1], values) & _sample(deferred, all_)
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(wrong)
 
-    leaf_specs = leaf_layout(leaf.spec).replace(scores=None)
-    takes = [layout.block, layout.each_device, leaf_specs, *[REPLICATED] * 3]
+    layout, state = Layout(leaf.spec), leaf_layout(leaf.spec).replace(scores=None)
+    takes = [layout.block, layout.each_device, state, *[REPLICATED] * 3]
+    scalars = jnp.stack(facts.adam[leaf.spec.rate])
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
-    scalars = jnp.stack(step.adam[leaf.spec.rate])
-    return counted(weight, rows, leaf, scalars, step.step, step.finite)
+    return counted(weight, old, leaf, scalars, facts.step, facts.finite)
 
 
-def _strays(before: Array, after: Array, length: Array) -> Array:
-    """Returns a mask of values that neither stayed nor moved by a provisional step, up or down."""
-    old, new = before.astype(jnp.float32), after.astype(jnp.float32)
-    slack = _PARAMETER_TOLERANCE * (jnp.abs(old) + jnp.abs(new) + length)
-    moved = [old + provisional_change(before, step) for step in (length, -length)]
-    near = [jnp.abs(new - x) <= slack for x in (old, *moved)]
-    return ~(near[0] | near[1] | near[2]) & ~jnp.isnan(new)
+def _strays(new: Array, old: Array, accepted: Sequence[Array], slack: Any = 0.0) -> Array:
+    """Returns a mask of values that are not near any accepted value; NaN is near everything."""
+    old, new = old.astype(jnp.float32), new.astype(jnp.float32)
+    slack += _VALUE * (jnp.abs(old) + jnp.abs(new)) + float(jnp.finfo(jnp.float32).tiny)
+    return reduce(jnp.logical_and, [jnp.abs(new - x) > slack for x in accepted])
 
 
-def _count_selected(
-    shard: Shard,
-    before: Array,
-    after: Array,
-    leaf: LeafState,
-    adam_scalars: AdamScalars,
-    counts: Array,
-    extent: _Extent,
-) -> Array:
-    """Counts values in selected channels or a resident leaf that do not match the step."""
-    spec = shard.part
-
-    def sampled(x: Array) -> Array:
-        """Returns the entries of `x` that match the selected values of `_rows_of`."""
-        if spec.axis is not None:
-            limit = min(extent.channels or spec.k, spec.k)
-            x = jax.lax.slice_in_dim(x, 0, limit, axis=spec.axis)
-        return jnp.atleast_1d(extent.sample(x)).astype(jnp.float32)
-
-    old, new = before.astype(jnp.float32), after.astype(jnp.float32)
+def _expected(
+    shard: Shard, old: Array, leaf: LeafState, scalars: AdamScalars, all_: bool
+) -> tuple[Array, Array]:
+    """Returns new values of selected channels or of a resident leaf, with their tolerance."""
+    spec, see, old = shard.part, partial(_sample, all_=all_), old.astype(jnp.float32)
     if leaf.master is not None:
         # Both neighbours are accepted, because a device compiler may omit a rounding.
-        kind = jnp.finfo(spec.dtype)
-        expected = sampled(leaf.master)
-        slack = float(kind.eps) / 2 * jnp.abs(expected) + float(kind.smallest_subnormal)
-    else:
-        steps = jnp.maximum(leaf.steps, 1)
-        steps = steps if spec.resident else broadcast_channels(steps, spec)
-        steps = sampled(jnp.broadcast_to(steps, leaf.mu.shape)).astype(jnp.int32)
-        change = change_of(
-            old, sampled(leaf.mu), sampled(leaf.nu), steps, adam_scalars, decay=spec.decay
-        )
-        decay = jnp.abs(adam_scalars.learning_rate * adam_scalars.weight_decay * old)
-        expected, slack = old + change, _STEP_TOLERANCE * (jnp.abs(change) + 2 * decay)
-    slack = slack + _PARAMETER_TOLERANCE * (jnp.abs(old) + jnp.abs(new))
-    expected = jnp.where(counts, expected, old)
-    return jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)
+        master = see(leaf.master)
+        return master, float(jnp.finfo(spec.dtype).eps) / 2 * jnp.abs(master)
+    steps = leaf.steps if spec.resident else broadcast_channels(leaf.steps, spec)
+    steps = see(jnp.broadcast_to(jnp.maximum(steps, 1), leaf.mu.shape))
+    change = change_of(old, see(leaf.mu), see(leaf.nu), steps, scalars, decay=spec.decay)
+    slack = jnp.abs(change) + 2 * jnp.abs(scalars.learning_rate * scalars.weight_decay * old)
+    corrections = 1 - jnp.maximum(scalars.b1, scalars.b2) ** steps.astype(jnp.float32)
+    return old + change, jnp.where(corrections > _LEAST, _CHANGE * slack, jnp.inf)

@@ -37,6 +37,7 @@ class Mail(_Message):
     gradients: list[jax.Array]  # one array for each leaf
     step_scalars: StepScalars
     on_device: bool  # whether gradients and scalars are still on the device
+    arrived_at: float = 0.0
 
     def check(self, step: int, token: int) -> None:
         """Rejects mail with a different step or token."""
@@ -102,7 +103,8 @@ class Receiver:
 
     def receive(self, item: Mail, arrived: Callable[[], None]) -> None:
         """Starts waiting for a message's arrays; calls `arrived` when they are in host memory."""
-        item.arrived = self._mail.submit(self._receive_mail, item, self._recorder.step_taken())
+        times = self._recorder.dispatched(item.step)
+        item.arrived = self._mail.submit(self._receive_mail, item, times)
         item.arrived.add_done_callback(lambda _: arrived())
 
     def close(self) -> None:
@@ -117,9 +119,9 @@ class Receiver:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
         # Mail that the step itself sent is complete when the step ends; other mail arrives later.
         jax.block_until_ready((step_scalars, item.step_scalars))
-        self._recorder.step_ended(item.step, times)
+        ended = self._recorder.step_ended(item.step, times)
         jax.block_until_ready(pieces)
-        self._recorder.mail_arrived(item.step)
+        item.arrived_at = self._recorder.add("mail", "copy", item.step, ended)
         # Dropped only now, after the caller dropped them, because the last holder has to free them.
         item.gradients.clear()
         return pieces, step_scalars

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -32,22 +31,35 @@ _UPDATES_LOST = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """An engine's counts, for a checkpoint; equal in all processes. Lists are in group order."""
+@dataclasses.dataclass
+class RunState:
+    """An engine's position in its run, equal in all processes; a checkpoint has it as JSON.
 
-    schedule_state: ScheduleState
-    open_steps: Sequence[int]  # steps in the open window, including skipped steps
-    counted: Sequence[int]  # steps that are in the sums
-    pending: Sequence[int]  # NONE, PENDING or EMPTY
-    shares: np.ndarray  # float32: `Progress.shares`
-    fingerprints: np.ndarray  # uint32, one for each leaf (`resume.py`); 0 before the first step
-    step: int = 0
-    windows: int = 0  # closed so far
+    Lists are in group order, except `window_lengths`.
+    """
+
+    open_steps: list[int]  # in each open window, including skipped steps
+    window_lengths: list[int]  # the number of windows with 0, 1, ... steps
+    shares: list[float | None]  # the last `kept_share` (`_device/statistics.py`), if known
+    schedule_state: ScheduleState  # before the next step, without unread statistics
+    counted: list[int]  # steps in the open windows' sums; filled in by a save, as all below
+    pending: list[int]  # NONE, PENDING or EMPTY
     token: int = 0  # for the next step
-    skipped: int = 0
-    reselections: int = 0
-    window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    params: int = 0  # the parameters' checksum (`_checkpoint/resume.py`); 0 if it is unknown
+    step: int = 0  # steps taken so far
+    reselections: int = 0  # over all groups, including first selections
+
+    @classmethod
+    def first(cls, schedule: Schedule, leaves: int) -> "RunState":
+        """Returns the state before the first step, for `leaves` offloaded leaves."""
+        return cls(
+            open_steps=[0] * schedule.groups,
+            window_lengths=[0] * (schedule.longest_window + 1),
+            shares=[None] * schedule.groups,
+            schedule_state=first_schedule_state(schedule, leaves),
+            counted=[0] * schedule.groups,
+            pending=[NONE] * schedule.groups,
+        )
 
 
 class Progress:
@@ -57,15 +69,10 @@ class Progress:
     the step that was dispatched last. The numbers are sums over all processes.
     """
 
-    def __init__(self, schedule: Schedule, offloaded: OffloadedLeaves):
-        self.step = 0  # steps taken so far
-        self.open_steps = [0] * schedule.groups  # in each open window, including skipped steps
-        self.window_lengths: Counter[int] = Counter()
-        self.reselections = 0  # over all groups, including first selections
-        # By group: the last `kept_share` (`_device/statistics.py`); NaN if unknown.
-        self.shares = np.full(schedule.groups, np.nan, np.float32)
+    def __init__(self, schedule: Schedule, offloaded: OffloadedLeaves, run: RunState):
+        self.run = run
         self._schedule = schedule
-        self._first = self._state = first_schedule_state(schedule, len(offloaded.places))
+        self._first = first_schedule_state(schedule, len(offloaded.places))
         # Whether only updates bring deferred gradients into the parameters.
         self.by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
         # Unread statistics: of the last step, if its window is open, and of the last boundaries.
@@ -73,44 +80,54 @@ class Progress:
         self._measured: dict[int, jax.Array] = {}
 
     @property
+    def step(self) -> int:
+        return self.run.step
+
+    @property
+    def open_steps(self) -> list[int]:
+        return self.run.open_steps
+
+    @property
     def counts(self) -> dict[str, Any]:
         """Returns the fields of `EngineStats` that the schedule decides."""
-        known = self.shares[~np.isnan(self.shares)]
+        known = np.array([x for x in self.run.shares if x is not None], np.float32)
         return {
-            "steps": self.step,
-            "window_lengths": dict(sorted(self.window_lengths.items())),
-            "reselections": self.reselections,
+            "steps": self.run.step,
+            "window_lengths": {i: n for i, n in enumerate(self.run.window_lengths) if n},
+            "reselections": self.run.reselections,
             "kept_share": float(known.mean()) if known.size else None,
         }
 
     @property
     def schedule_state(self) -> ScheduleState:
         """Returns the schedule's state before the next step."""
+        state = self.run.schedule_state
         if self._statistics is not None:
-            self._state = self._state.add(view(self._statistics).ravel())
+            state = state.add(view(self._statistics).ravel())
             self._statistics = None
         if self._measured:
-            kept_share = self._state.kept_share.copy()
+            kept_share = state.kept_share.copy()
             for group, share in self._measured.items():
-                self.shares[group] = kept_share[group] = float(view(share))
-            self._state = self._state._replace(kept_share=kept_share)
+                self.run.shares[group] = kept_share[group] = float(view(share))
+            state = state._replace(kept_share=kept_share)
             self._measured = {}
-        return self._state
+        self.run.schedule_state = state
+        return state
 
     def boundaries(self) -> list[Boundary]:
         """Returns each group's boundary after the next step."""
         state = self.schedule_state
         return [
-            self._schedule.boundary(self.step + 1, state, group)
+            self._schedule.boundary(self.run.step + 1, state, group)
             for group in range(self._schedule.groups)
         ]
 
     def step_made(self) -> None:
-        self.open_steps = [steps + 1 for steps in self.open_steps]
+        self.run.open_steps = [steps + 1 for steps in self.run.open_steps]
 
     def window_closed(self, group: int) -> None:
-        self.window_lengths[self.open_steps[group]] += 1
-        self.open_steps[group] = 0
+        self.run.window_lengths[self.run.open_steps[group]] += 1
+        self.run.open_steps[group] = 0
 
     def passed(
         self,
@@ -122,22 +139,16 @@ class Progress:
 
         `measured` contains the kept share of groups whose window closed without a selection.
         """
-        self.step += 1
+        self.run.step += 1
         closes = np.array([boundary.closes for boundary in boundaries])
         if not closes.any():
-            self._state = self._state.open_step()
+            self.run.schedule_state = self.run.schedule_state.open_step()
             self._statistics = statistics
             return
         selects = np.array([boundary.selects for boundary in boundaries])
-        self._state = self._state.close_window(self._first, closes, selects)
+        self.run.schedule_state = self.run.schedule_state.close_window(self._first, closes, selects)
         self._statistics, self._measured = None, measured
-        self.reselections += int(selects.sum())
-
-    def resume(self, counts: Counts) -> None:
-        self.step, self.reselections = counts.step, counts.reselections
-        self.open_steps, self.shares = list(counts.open_steps), np.array(counts.shares)
-        self.window_lengths = Counter(counts.window_lengths)
-        self._state = counts.schedule_state
+        self.run.reselections += int(selects.sum())
 
 
 class Lifecycle:

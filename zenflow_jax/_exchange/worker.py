@@ -12,9 +12,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +25,6 @@ from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, Mail, Receiver
 from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
-from zenflow_jax._exchange.progress import Counts
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
@@ -38,8 +36,7 @@ class Worker:
     """Owns the thread and the host's arrays. `check` and open `done` futures raise its failures.
 
     Call `start` after everything that can fail in the owner, because a running thread keeps all
-    host arrays. Before `start`, and while the thread is idle, callers may use `host`, `resume` and
-    `leaves`.
+    host arrays. Before `start`, and while the thread is idle, callers may use `host` and `leaves`.
     """
 
     def __init__(
@@ -62,6 +59,7 @@ class Worker:
         self.closed = False  # whether the thread has been told to end
         self._failure: _Failure | None = None  # why the thread ended, unless it was closed
         self._where = "the first mail"  # the thread's current work, for messages
+        self._step = 0  # whose mail was taken in last
         # A daemon, so that a forgotten engine cannot keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
 
@@ -70,11 +68,6 @@ class Worker:
         # The thread must end before its modules are torn down.
         stop = weakref.WeakMethod(self.stop)
         atexit.register(lambda: (alive := stop()) and alive())
-
-    def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
-        """Resumes a saved run; see `HostState.resume`."""
-        self.host.resume(arrays, counts.counted, closed=counts.windows)
-        self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
     def post(self, item: Mail | Close) -> None:
         if not isinstance(item, Close):
@@ -117,7 +110,11 @@ class Worker:
         False.
         """
         on_worker_thread = threading.current_thread() is self._thread
-        with self.recorder.meanwhile("wait for save") if on_worker_thread else nullcontext():
+        if on_worker_thread:
+            work = self.recorder.works_at("wait for save", self._step)
+            may_write = wait(lambda: self.closed)
+            self.recorder.works_at(*work)
+        else:
             may_write = wait(lambda: self.closed)
         if not may_write and not on_worker_thread:
             raise RuntimeError("the engine was closed")
@@ -200,7 +197,9 @@ class Worker:
             self._begin(item)
         else:
             with jax.profiler.TraceAnnotation("zenflow: take in mail"):
+                self._step = item.step
                 self.recorder.works_at("take in", item.step)
+                self.recorder.add("mail", "unread", item.step, item.arrived_at)
                 self._take_in(item)
             self._finish(item, None)
 
@@ -211,6 +210,7 @@ class Worker:
         return None if waits else first
 
     def _finish(self, message: Mail | Close, result: Any) -> None:
+        self.recorder.works_at(None)  # before others read the seconds
         message.done.set_result(result)
         with self._condition:
             self._messages.remove(message)
@@ -245,7 +245,7 @@ class Worker:
 
     def _begin(self, close: Close) -> None:
         close.merged_uploads.clear()
-        self.recorder.works_at("hand over" if close.chosen else "update", self.host.windows + 1)
+        self.recorder.works_at("hand over" if close.chosen else "update", self._step)
         window = self.host.close_window(close.group)
         if close.chosen:
             self._where = f"the hand-over after window {window.number}"
@@ -254,7 +254,7 @@ class Worker:
             # The caller now has the hand-over; the old arrays must not outlive it.
             close.leaving = close.chosen = ()
         where = f"the update of window {window.number}"
-        self._updates.append(_Update(window.number, self._make_update(close, window), where))
+        self._updates.append(_Update(self._step, self._make_update(close, window), where))
 
     def _hand_over(self, close: Close, window: ClosedWindow) -> list[list[Any]]:
         """Hands channels over; returns the result for `Close.entered`."""
@@ -295,17 +295,18 @@ class Worker:
         for name in self.host.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"
         if first:
-            self.recorder.works_at("wait for uploads", window.number)
+            step = self._updates[0].step
+            self.recorder.works_at("wait for uploads", step)
             # The next update writes to the source arrays.
             with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
                 jax.block_until_ready(uploads)
-            self.recorder.add("upload", "upload", first, window.number)
+            self.recorder.add("upload", "upload", step, first)
         self._count(bytes_to_device=nbytes(uploads))
         self._finish(close, uploads)
 
     def _continue_update(self) -> None:
         begun = self._updates[0]
-        self.recorder.works_at("update", begun.window)
+        self.recorder.works_at("update", begun.step)
         # Set again for each piece, because mail may have arrived in between.
         self._where = begun.where
         with jax.profiler.TraceAnnotation("zenflow: host update"):
@@ -344,6 +345,6 @@ class _Failure:
 
 @dataclass
 class _Update:
-    window: int  # its number
+    step: int  # the step that closed its window
     pieces: Iterator[str]  # yields the next piece's position, for error messages
     where: str

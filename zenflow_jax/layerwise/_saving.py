@@ -55,7 +55,7 @@ def _kept(block: Block, bundle: Bundle) -> _Kept:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TrainerStream:
+class TrainerSnapshot:
     """A trainer's state at one moment, to be copied or written once, by any thread."""
 
     shapes: Sequence[Parts]  # of all trained leaves
@@ -77,8 +77,9 @@ class TrainerStream:
         return {"leaves": leaves, "counts": dict(self.counts), "layout": _layout()}
 
     def write(self, folder: Path) -> None:
-        """Writes this process's file into an existing folder, and closes the stream."""
+        """Writes this process's file into an existing folder, and closes the snapshot."""
         small = {"counts": self.counts, "layout": _layout()}
+        moment = "step {step}, {counted} of them counted".format(**self.counts)
         leaves = [
             {name: jax.ShapeDtypeStruct(_saved_shape(x.shape), x.dtype) for name, x in _named(leaf)}
             for leaf in self.shapes
@@ -91,7 +92,7 @@ class TrainerStream:
                     tensors[f"leaves/{number}/{name}@{_start(place)}"] = x.dtype, shape
                     tensors[f"checksums/{number}/{name}/{_start(place)}"] = np.dtype(np.uint32), ()
         with contextlib.closing(self):
-            write_state(folder, self.processes, small, leaves, tensors, self._chunks())
+            write_state(folder, self.processes, moment, small, leaves, tensors, self._chunks())
 
     def _arrays(self) -> Iterator[tuple[int, str, jax.Array]]:
         for _, kept in self.snapshot.leaves():

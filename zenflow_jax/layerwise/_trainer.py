@@ -25,7 +25,7 @@ from zenflow_jax.layerwise._blocks import (
 from zenflow_jax.layerwise._dispatch import Dispatcher
 from zenflow_jax.layerwise._optimizer import Updater
 from zenflow_jax.layerwise._progress import Judge, new_progress
-from zenflow_jax.layerwise._saving import SavedState, TrainerStream, new_snapshot
+from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot, new_snapshot
 from zenflow_jax.layerwise._transfers import large_moved, moved
 from zenflow_jax.layerwise._updates import AfterBackward, DuringBackward
 
@@ -197,8 +197,7 @@ class Trainer:
             bytes_to_host=self._dispatcher.bytes_to_host + self._updates.bytes_to_host,
             bytes_to_device=self._dispatcher.bytes_to_device + self._updates.bytes_to_device,
             pinned_bytes=sum(bytes_at_rest(self._blocks).values()),
-            exchange_s=self._step_s,
-            wait_s=self._dispatcher.wait_s,
+            seconds={"exchange": self._step_s, "wait for host": self._dispatcher.wait_s},
         )
 
     @property
@@ -304,14 +303,14 @@ class Trainer:
         Pass it to a new trainer as `state`. It contains all weights except frozen weights. With
         orbax, `EngineSave(trainer)` saves the same state without a copy, from all processes.
         """
-        return self.stream(0).tree()
+        return self.snapshot(0).tree()
 
-    def stream(self, copy_bytes: int | None = None) -> TrainerStream:
-        """Returns the state as a stream that `EngineSave` writes while the run continues.
+    def snapshot(self, copy_bytes: int | None = None) -> TrainerSnapshot:
+        """Returns the state at this moment, which `EngineSave` writes while the run continues.
 
         Until an array is written, an update that replaces it keeps the old one, up to `copy_bytes`
         in all; then the run waits for the writing. None means one byte for each trained parameter.
-        Write or close the stream, otherwise the run may wait forever.
+        Write or close the snapshot, otherwise the run may wait forever.
         """
         self.wait()
         progress = self._dispatcher.progress
@@ -324,7 +323,7 @@ class Trainer:
         snapshot = new_snapshot(self._trained, copy_bytes)
         running = [x for x in self._updates.snapshots if not x.done]
         self._updates.snapshots = [*running, snapshot]
-        return TrainerStream(shapes, snapshot, counts, self._processes)
+        return TrainerSnapshot(shapes, snapshot, counts, self._processes)
 
     def wait(self) -> None:
         """Waits for the last step, and raises its errors."""
