@@ -124,7 +124,8 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
     else:
         raise SettingsError(
             f"the first argument must be a config file's path or name, but is "
-            f"{argv[0] if argv else 'missing'}. Pass a path, or one of {', '.join(shipped())}."
+            f"{argv[0] if argv else 'missing'}. Pass a path, or one of {', '.join(shipped())}, as "
+            f"in `{program} quickstart`."
         )
     default = Command(settings=settings)
     kind = PlanCommand if program == "zenflow-plan" else Command

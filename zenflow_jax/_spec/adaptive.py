@@ -42,7 +42,7 @@ class AutoWindow:
             raise ValueError("`AutoWindow.share` is 0. Pass a share above 0.")
 
     def is_ripe(self, sums: Float32[np.ndarray, " numbers"]) -> bool:
-        """Returns whether enough leaves are ripe, by a window's sum of `window_statistics`."""
+        """Returns whether enough leaves are ripe; `sums` are a window's, of `window_statistics`."""
         counted, (deferred, selected) = sums[0], np.split(sums[1:], 2)
         # `deferred >= selected / counted`, times `counted` to avoid a division.
         ripe = (deferred * counted >= selected).sum()
@@ -76,7 +76,10 @@ class AutoSelect:
         check_int("AutoSelect.max_windows", self.max_windows, 1)
 
     def is_due(self, windows: int, kept_share: float) -> bool:
-        """Returns whether channels are selected; `windows` have closed since the last time."""
+        """Returns whether channels are selected.
+
+        `windows` have closed since the last time, and `kept_share` of those channels would stay.
+        """
         return windows + 1 >= self.max_windows or (windows > 0 and kept_share < self.keep)
 
 
