@@ -4,6 +4,7 @@ import resource
 import sysconfig
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,8 @@ def _plan(peer: peers.Peer, model: Model, batch: int, length: int) -> planning.P
     # None of these peers parks its state.
     step, arguments = abstract_call(peer, model, batch, length, put, put)
     compiled, gpu = step.lower(*arguments).compile(), planning.gpu_here() or "h100"
-    return planning.plan(step, *arguments, device=gpu, prefetch_bytes=0, compiled=compiled)
+    plan = planning.plan(step, *arguments, device=gpu, prefetch_bytes=0)
+    return plan.with_peak(planning.peak_bytes(compiled))
 
 
 def step_times(rehearse: bool) -> Parts:
@@ -275,8 +277,9 @@ def _time(part: Part, *, preset: Preset, updates: str) -> None:
     for case, in_flight in list(cases.items())[: 2 if "during" in updates else 1]:
         options: dict[str, Any] = {"updates": updates, "in_flight_bytes": in_flight, **functions}
         options["optimizer"] = _OPTIMIZERS["adamw"]
-        here = {"device": planning.gpu_here() or "h100", "host_memory_bytes": machine.host_bytes()}
-        plan = planning.plan_layerwise(layered.shapes, batch, **here, **options)
+        gpu = planning.gpu_here() or "h100"
+        plan = planning.plan_layerwise(layered.shapes, batch, device=gpu, **options)
+        plan = replace(plan, host_capacity_bytes=machine.host_bytes())
         note = partial(part.note, case, plan_step_s=plan.step_s, **_planned(plan))
         note(outcome=f"lacks memory: {', '.join(plan.short)}" if plan.short else "began")
         if plan.short:

@@ -33,7 +33,7 @@ from train.model.attention import attention
 from train.model.cross_entropy import token_losses
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
-from zenflow_jax._device.shards import Layout
+from zenflow_jax._device.shards import Shard
 from zenflow_jax._exchange.parts import part_sharding
 from zenflow_jax._spec.groups import group_specs
 from zenflow_jax.planning._host_work import needs_of
@@ -220,7 +220,7 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
     return report(step.lower(params, state, tokens).compile(), params)._replace(
-        engine_bytes=sum(x.uploads + x.under_way for x in map(needs_of, states))
+        engine_bytes=sum(sum(needs_of(x)["device"].values()) for x in states)
     )
 
 
@@ -242,13 +242,13 @@ def lowered_merge(params: Any, state: zenflow_jax.ZenFlowState) -> Any:
     weights = jax.tree.leaves(params)
     merged, specs = tuple(weights[i] for i in largest), tuple(largest.values())
     uploads = [
-        jax.ShapeDtypeStruct(spec.shape, p.dtype, sharding=part_sharding(p, spec))
+        jax.ShapeDtypeStruct(spec.on_host.shape, p.dtype, sharding=part_sharding(p, spec))
         for p, spec in zip(merged, specs, strict=True)
     ]
     where, devices = merged[0].sharding, 1
     if isinstance(where, NamedSharding):
         devices = where.mesh.size
-        where = NamedSharding(where.mesh, Layout(specs[0]).each_device)
+        where = NamedSharding(where.mesh, Shard(specs[0]).at_each_device())
     shape = devices, sum(boundary.channel_widths(specs))
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
     split = boundary.split_uploads(uploads, specs)

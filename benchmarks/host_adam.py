@@ -13,7 +13,6 @@ it, as in their own offloading.
 """
 
 import argparse
-import functools
 import os
 import statistics
 import time
@@ -26,19 +25,18 @@ import numba
 import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._host.arrays import HostArray, new_moments
 from zenflow_jax._spec.scalars import AdamScalars, window_step
 
 Run = Callable[[], object]
 LIMIT, TORCH, DEEPSPEED = "memory bandwidth", "torch.optim.AdamW(fused)", "DeepSpeed CPUAdam"
-WIDTH = 4096  # elements in a channel (leading), channels in a row (trailing)
+WIDTH = 4096  # elements in a channel
 SKIPPED = 0.07  # share of selected channels, which the host skips
 RATE, B1, B2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 
 
 class Arrays(NamedTuple):
-    """One leaf's state, `(1, 1, n, WIDTH)`, which every row of the table uses."""
+    """One leaf's state, `(1, n, WIDTH)`, which every row of the table uses."""
 
     p: np.ndarray
     m: np.ndarray
@@ -47,7 +45,7 @@ class Arrays(NamedTuple):
     g16: np.ndarray  # bfloat16
     out16: np.ndarray  # bfloat16: the upload, and one half of split masters
     rest16: np.ndarray  # int16: the other half
-    compact: tuple[Moment, Moment]  # the same moments in 8 bits
+    compact: tuple[HostArray, HostArray]  # the same moments in 8 bits
     more16: list[np.ndarray]  # bfloat16, three other steps' gradients
 
 
@@ -87,18 +85,18 @@ def main() -> None:
 
 def new_arrays(millions: int) -> Arrays:
     rng = np.random.default_rng(0)
-    shape = (1, 1, millions * 2**20 // WIDTH, WIDTH)
+    shape = (1, millions * 2**20 // WIDTH, WIDTH)
     p, g = (rng.standard_normal(shape, np.float32) for _ in range(2))
     m, v = np.full(shape, 1e-3, np.float32), np.full(shape, 1e-3, np.float32)
     g16 = g.astype(ml_dtypes.bfloat16)
-    masters = Masters.zeros(shape, g16.dtype)
+    masters = HostArray.zeros(shape, g16.dtype)
     masters.write(p)
-    assert masters.rest is not None
+    assert masters.extra is not None
     compact = new_moments(shape, compact=True)
     for moment, x in zip(compact, (m, v), strict=True):
         moment.write(x)
     more = [g16.copy() for _ in range(3)]
-    return Arrays(p, m, v, g, g16, masters.values, masters.rest, compact, more)
+    return Arrays(p, m, v, g, g16, masters.values, masters.extra, compact, more)
 
 
 FLOAT32 = "float32 gradient (28 bytes)"
@@ -162,54 +160,29 @@ def stream_window(p, rest, m, v, g, h, j, k, zero):
 
 def add_zenflow(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
     step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, False)
-    n = x.p.shape[2]
-    flip = (1, n, WIDTH, 1)  # the same memory, viewed as rows of channels
-    everything = np.ones((1, n), bool)
-    most = np.random.default_rng(1).random((1, n)) >= SKIPPED
-    lanes = np.random.default_rng(2).random((1, WIDTH)) >= SKIPPED
-
-    whole, split = Masters(x.p), Masters(x.out16, rest=x.rest16)
+    channels = x.p.shape[:2]
+    everything = np.ones(channels, bool)
+    most = np.random.default_rng(1).random(channels) >= SKIPPED
+    whole, split = HostArray(x.p), HostArray(x.out16, x.rest16)
 
     def update(
         g,
         active,
         masters=split,
-        shape=x.p.shape,
         more: Sequence[np.ndarray] = (),
-        moments: Sequence[Moment] = (Moment(x.m), Moment(x.v)),
+        moments: tuple[HostArray, HostArray] = (HostArray(x.m), HostArray(x.v)),
     ) -> Run:
-        masters = Masters(
-            masters.values.reshape(shape),
-            rest=None if masters.rest is None else masters.rest.reshape(shape),
-        )
-        m, v = (laid_out(moment, shape) for moment in moments)
-        gradients = [(a.reshape(shape), 1.0) for a in (g, *more)]
+        gradients = [(a, 1.0) for a in (g, *more)]
         steps = np.full(active.shape, 10, np.int32)
-        return lambda: list(adam.adamw(masters, m, v, steps, gradients, 0.25, active, step))
+        return lambda: list(adam.adamw(masters, *moments, steps, gradients, 0.25, active, step))
 
     cases[FLOAT32][name] = update(x.g, everything, whole)
     cases[BFLOAT16][name] = update(x.g16, everything)
     cases[SUM][name] = update(x.g, everything)
-    cases[SKIPPING][f"{name}, leading channel axis"] = update(x.g, most)
-    cases[SKIPPING][f"{name}, trailing channel axis"] = update(x.g, lanes, shape=flip)
-    cases[WINDOW][f"{name}, leading channel axis"] = update(x.g16, everything, more=x.more16)
-    cases[WINDOW][f"{name}, trailing channel axis"] = update(
-        x.g16, np.ones((1, WIDTH), bool), shape=flip, more=x.more16
-    )
-    compact = functools.partial(update, x.g16, more=x.more16, moments=x.compact)
-    cases[WINDOW][f"{name}, compact (20), leading"] = compact(everything)
-    cases[WINDOW][f"{name}, compact (20), trailing"] = compact(
-        np.ones((1, WIDTH), bool), shape=flip
-    )
-
-
-def laid_out(moment: Moment, shape: tuple[int, ...]) -> Moment:
-    """Returns the same codes, viewed in another layout with the same number of scales."""
-    if moment.scales is None:
-        return Moment(moment.values.reshape(shape))
-    of_shape = moment.like(shape)
-    assert of_shape.scales is not None
-    return Moment(moment.values.reshape(shape), moment.scales.reshape(of_shape.scales.shape))
+    cases[SKIPPING][name] = update(x.g, most)
+    cases[WINDOW][name] = update(x.g16, everything, more=x.more16)
+    compact = update(x.g16, everything, more=x.more16, moments=x.compact)
+    cases[WINDOW][f"{name}, compact (20)"] = compact
 
 
 def add_torch(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, name: str) -> None:

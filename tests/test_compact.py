@@ -12,7 +12,7 @@ from flax import nnx
 import zenflow_jax
 from tests.comparisons import assert_same_bits
 from zenflow_jax._compact import Codes, _decode, _encode
-from zenflow_jax._host.moments import Moment
+from zenflow_jax._host.arrays import HostArray
 
 pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
 
@@ -30,9 +30,9 @@ def numbers(shape, *, first):
 
 
 def on_the_host(x, *, first):
-    """Returns the host's moment of a leaf with leading channels; trailing ones have a tail of 1."""
-    tail = x.shape[-1]
-    moment = Moment.zeros((1, 1, x.size // tail, tail), np.int8 if first else np.uint8)
+    """Returns the host's moment with these numbers."""
+    width = x.shape[-1]
+    moment = HostArray.zeros((1, x.size // width, width), np.int8 if first else np.uint8)
     moment.write(x)
     return moment
 
@@ -47,8 +47,7 @@ def test_codes_scales_and_decoded_moments_are_the_hosts_bit_for_bit(shape, first
         decoded = jax.jit(_decode)(*moment)
         again = jax.jit(_encode, static_argnums=1)(decoded, first)
     host = on_the_host(x, first=first)
-    assert host.scales is not None
-    scales = host.scales.reshape(*shape[:-1], -1)
+    scales = host.extra.reshape(*shape[:-1], -1)
     assert_same_bits([*moment], [host.values.reshape(shape), scales])
     assert_same_bits(decoded, host.as_float32().reshape(shape))
     assert_same_bits(again, moment)

@@ -145,7 +145,7 @@ SHOWN = {
     "zenflow-generate --model model a --max-tokens 3": ("3 tokens, ", 0),
     "zenflow-compress model packed": ("ratio", 0),
     # Messages name the command that was typed.
-    "zenflow-plan": ("For example: zenflow-plan quickstart", 2),
+    "zenflow-plan": ("as in `zenflow-plan quickstart`", 2),
     "zenflow-generate a --model b --qqq": ("All options are in zenflow-generate --help", 2),
 }
 

@@ -117,16 +117,18 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
 def show_plan(
     settings: Settings, planning: Planning, arguments: Sequence[str], console: Console
 ) -> None:
-    """Shows what the run would need, without training."""
+    """Shows what the run would need, or all ways to run it unless `arguments` choose one."""
     from train.plan import report
-    from train.plan.planning import plan_run
-    from zenflow_jax.planning import has_compiler
+    from train.plan.planning import has_compiler, plan_run
 
     if has_compiler():
         console.print(
             "Compiling a large model takes minutes. XLA's messages about memory are not errors."
         )
-    report.show(plan_run(settings, planning), arguments, console)
+    words = {word.partition("=")[0] for word in arguments}
+    chosen = not words.isdisjoint(("--optimizer", "--stream"))
+    plan = plan_run(settings, planning, chosen=chosen, say=partial(show, console))
+    report.show(plan, arguments, console)
 
 
 def find_oom(error: BaseException) -> BaseException | None:

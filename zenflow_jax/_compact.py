@@ -1,6 +1,6 @@
 """Adam's moments in 8 bits for any optax optimizer, without an engine.
 
-Between updates, moments are codes and scales: the host's format (`_host/moments.py`, which explains
+Between updates, moments are codes and scales: the host's format (`_host/codes.py`, which explains
 it), computed in jax. Buckets of 32 lie along the last axis, so codes and scales have their moment's
 axes, and a parameter's sharding fits them.
 """
@@ -13,8 +13,15 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from zenflow_jax._host.arrays import BUCKET
-from zenflow_jax._host.moments import BEND, LEAST, PER_FIRST, PER_SECOND, TOP_FIRST, TOP_SECOND
+from zenflow_jax._host.codes import (
+    BEND,
+    BUCKET,
+    LEAST,
+    PER_FIRST,
+    PER_SECOND,
+    TOP_FIRST,
+    TOP_SECOND,
+)
 
 #: Some other states with `mu` and `nu` would fail: centred RMSProp subtracts `mu**2` from its `nu`,
 #: which codes would make negative.

@@ -24,13 +24,12 @@ from zenflow_jax._exchange import checks
 from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
-from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of, new_host_state
+from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
 from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._spec.rules import check_int_or_none, check_one_of
+from zenflow_jax._spec.rules import check_int_or_none, check_one_of, is_compact
 
 
 class HostEngine:
@@ -47,7 +46,7 @@ class HostEngine:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
             The tree may also contain other leaves: each call finds leaves by their paths.
         opt_state: The result of `tx.init(params)`, which contains one `ZenFlowState` at any depth.
-        host_kernel: "numba", or the portable "numpy".
+        host_kernel: "numba", or "numpy", which is slower and reads like the formula.
         host_state: The host's format for moments: "float32" needs 8 bytes per parameter; "compact"
             needs 2.1875 but rounds each update, usually by less than 1%. A resumed run may switch.
         threads: Number of threads for host updates. By default all cores but one, left for the
@@ -108,7 +107,7 @@ class HostEngine:
         check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
         check_int_or_none("max_skipped", max_skipped, 1)
         check_one_of("check", check, ["samples", "all"])
-        compact = checks.is_compact(host_state)
+        compact = is_compact(host_state)
         state, weights = checks.checked(params, opt_state, engine_state is None)
         with Joining(state, weights, engine_state) as joining:
             check_gpus(devices_of(weights))
@@ -118,17 +117,16 @@ class HostEngine:
             # An engine state of jax arrays is already in pinned memory, and larger than mail.
             if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
                 pin_memory_for_mail(state, offloaded)
-            adam = HostAdam(host_kernel, threads)
-            host = new_host_state(offloaded.pick(weights), state, offloaded, adam, compact=compact)
-            skipped = int(read(state.skipped_in_a_row))
-            self._worker = worker = Worker(host, offloaded, skipped, max_skipped)
+            self._worker = worker = Worker(
+                state, weights, offloaded, host_kernel, threads, max_skipped, compact=compact
+            )
             self._checker = checks.StateChecker(state, weights, offloaded)
             self._progress = progress = Progress(state.schedule, offloaded, run)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
             joining.resume(run, offloaded, worker, updates)
-            self._tokens = tokens = checks.Tokens(state)
-            self._mailbox = Mailbox(worker, state, tokens)
+            self._mailbox = Mailbox(worker, state)
+            self._tokens = tokens = self._mailbox.tokens
             self._lifecycle = life = Lifecycle(progress, updates.pending)
             self._saver = Saver(
                 state, weights, offloaded, host_kernel, tokens, worker, progress, updates, life

@@ -10,8 +10,8 @@ from jaxtyping import Array
 
 from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions, take
 from zenflow_jax._device.leaves import match_leaves
-from zenflow_jax._device.shards import Layout, on_each_device
-from zenflow_jax._device.state import LeafState, find_state, leaf_layout
+from zenflow_jax._device.shards import BLOCK, HOST_ORDER, on_each_device
+from zenflow_jax._device.state import LeafState, find_state, places_of
 from zenflow_jax._device.step import current_masters, rounded
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._spec.leaf import as_pure
@@ -115,7 +115,7 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
 
     `host` is used only where the parameter is a cast of it.
     """
-    spec, layout = leaf.spec, Layout(leaf.spec)
+    spec = leaf.spec
     if leaf.channels is None:
         return current_masters(weight, leaf, spec).astype(jnp.float32)
 
@@ -126,9 +126,9 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
             selected_values = take(weight, shard.to_local(leaf.channels), shard.block)
             master = shard.gather(current_masters(shard.own(selected_values), leaf, shard.part))
             selected = gather_to_channels(master, place, shard.block)
-        host = shard.gather(host)
+        host = shard.gather(shard.block.turned(host))
         host = jnp.where(rounded(host, weight.dtype) == wide, host, wide)
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
-    takes = [layout.block, leaf_layout(spec), layout.part]
-    return on_each_device(masters, spec, takes, layout.block)(weight, leaf, host)
+    takes = [BLOCK, places_of(spec), HOST_ORDER]
+    return on_each_device(masters, spec, takes, BLOCK)(weight, leaf, host)

@@ -226,7 +226,14 @@ def _update(
     seen = [
         parts_of(g)
         if is_streamed(g)
-        else split_gradient(g, leaf.spec, leaf.channels, state.send_gradients, rank, signs=moves)
+        else split_gradient(
+            g,
+            leaf.channels,
+            spec=leaf.spec.anonymous,
+            sending=state.send_gradients,
+            rank=rank,
+            signs=moves,
+        )
         for g, leaf in zip(gradients, state.leaves, strict=True)
     ]
     verdict, norm = judge([s.squares for s in seen], max_grad_norm)

@@ -191,17 +191,16 @@ def scan_layers(
     def streaming_body(carry: Any, layer: Any) -> tuple[Any, Any]:
         return body(carry, _map_streamed(layer_weights, layer))
 
-    return jax.lax.scan(streaming_body, carry, _map_streamed(_constant, layers), **options)
+    def constant(layer: Streamed) -> Streamed:
+        # `jax.grad` would stack the weights' derivative.
+        return dataclasses.replace(layer, weights=jax.lax.stop_gradient(layer.weights))
+
+    return jax.lax.scan(streaming_body, carry, _map_streamed(constant, layers), **options)
 
 
 def _map_streamed(function: Callable[[Any], Any], layers: Any) -> Any:
     """Applies `function` to the leaves that stream."""
     return jax.tree.map(lambda x: function(x) if is_streamed(x) else x, layers, is_leaf=is_streamed)
-
-
-def _constant(layers: Streamed) -> Streamed:
-    """Returns layers whose weights have no derivative, which `jax.grad` would stack."""
-    return dataclasses.replace(layers, weights=jax.lax.stop_gradient(layers.weights))
 
 
 def check_device() -> None:

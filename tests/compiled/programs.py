@@ -15,7 +15,7 @@ from benchmarks import gpu_program, host_access, program_report
 from train.cli.settings import StepSettings
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
-from zenflow_jax.layerwise._optimizer import Control, Updater, divide, flat, is_large
+from zenflow_jax.layerwise._optimizer import Control, Updater, flat
 
 LAYERS, WIDTH, INNER, CLASSES, ROWS = 4, 256, 1024, 512, 64
 
@@ -196,11 +196,10 @@ def layer_update() -> Any:
 
     weight, treedef = shape(jnp.bfloat16, WIDTH, INNER), jax.tree.structure({"w": 0})
     updater = Updater(optax.adamw(1e-3), None)
-    parts = [updater.shapes(treedef, 0, weight)]
-    arrays = divide(flat(parts), [is_large(x) for x in flat(parts)])
+    parts = (updater.shapes(treedef, 0, weight),)
     control = Control(shape(jnp.float32), shape(jnp.bool), shape(jnp.int32))
     program: Any = updater.update(treedef, (0,), parts)
-    return program.lower(*arrays, [weight], control, shape(jnp.int32)).compile()
+    return program.lower([weight], control, shape(jnp.int32), *flat(parts)).compile()
 
 
 AFTER, UNCLIPPED = (("max_grad_norm", 1.0), ("send_gradients", "after_step")), ()

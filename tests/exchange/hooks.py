@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zenflow_jax import _engine
 from zenflow_jax._exchange import parts, worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
@@ -34,7 +33,7 @@ def hooked(monkeypatch: Any) -> Hooks:
             yield from super().adamw(*args)
 
     monkeypatch.setattr(parts, "HostState", State)
-    monkeypatch.setattr(_engine, "HostAdam", Adam)
+    monkeypatch.setattr(worker, "HostAdam", Adam)
     return hooks
 
 

@@ -20,7 +20,7 @@ from tests import comparisons, meshes, processes, resuming
 from tests.exchange.hooks import hooked
 from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Training
-from zenflow_jax import _engine
+from zenflow_jax._exchange import worker
 
 HERE = "exchange.test_several_processes"  # for processes that run functions of this module
 
@@ -96,7 +96,7 @@ def check_failed_start(training: Training, me: int, count: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if last:
             error, words = MemoryError, "no room for the masters"
-            monkeypatch.setattr(_engine, "new_host_state", explode)
+            monkeypatch.setattr(worker, "new_host_state", explode)
         for engine_state in (None, training.engine.state()):
             with pytest.raises(error, match=words):
                 zenflow_jax.HostEngine(training.params, training.state, engine_state=engine_state)

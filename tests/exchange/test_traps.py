@@ -22,9 +22,9 @@ from tests import comparisons, processes, runs
 from tests.compilations import compilations
 from tests.exchange.hooks import views_of_mail
 from tests.runs import BUSY, FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
-from zenflow_jax import HostEngine, _engine, layerwise
+from zenflow_jax import HostEngine, layerwise
 from zenflow_jax._device import gpu_faults, memory
-from zenflow_jax._exchange import parts, updates
+from zenflow_jax._exchange import parts, updates, worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
 
@@ -93,7 +93,7 @@ def donate_whatever_can_be_donated() -> None:
 
 
 #: The programs of engine, step and `master_params` that the runs below need.
-PROGRAMS = "step, merge, choose, enter, channel_rows, _rows, _compare"
+PROGRAMS = "step, merge, choose, enter, channel_rows, _note, _compare"
 
 
 def compute_only_by_programs_of_their_own() -> None:
@@ -221,14 +221,15 @@ def test_memory_that_an_upload_may_still_read_is_not_overwritten(monkeypatch, en
     for module in (parts, updates):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
-    monkeypatch.setattr(_engine, "HostAdam", Watched)
+    monkeypatch.setattr(worker, "HostAdam", Watched)
     with Training(FEW, OPTIONS, **engine) as training:
         for t in range(12):
             training.go(1)
             if t == 7:  # the pending update is uploaded again
                 training.renew(engine_state=training.engine.state())
         training.flush()
-    assert seen >= {(leaf.dtype, leaf.shape) for leaf in FEW if leaf.axis is not None}
+    # Channels come first on the host.
+    assert seen >= {("bfloat16", (10, 4)), ("float32", (12, 5))}
     assert clashes == []
 
 

@@ -7,13 +7,12 @@ import ml_dtypes
 import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._host.arrays import HostArray, new_moments
 from zenflow_jax._host.numpy_kernel import Sums
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep, window_step
 
 BFLOAT16 = ml_dtypes.bfloat16
-DTYPES = [np.float32, BFLOAT16, np.float16]
+DTYPES = [np.float32, BFLOAT16]
 KERNELS = ["numba", "numpy"]
 RATE, B1, B2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
 # The engine's arguments: Python floats with float32 values.
@@ -22,9 +21,9 @@ STEP = window_step(SCALARS, 1, False)
 
 
 class State(NamedTuple):
-    masters: Masters
-    mu: Moment
-    nu: Moment
+    masters: HostArray
+    mu: HostArray
+    nu: HostArray
     steps: np.ndarray
 
     @property
@@ -41,8 +40,8 @@ class State(NamedTuple):
         return copy.deepcopy(self)
 
 
-def new_masters(values: np.ndarray, dtype: Any = np.float32) -> Masters:
-    masters = Masters.zeros(values.shape, np.dtype(dtype))
+def new_masters(values: np.ndarray, dtype: Any = np.float32) -> HostArray:
+    masters = HostArray.zeros(values.shape, np.dtype(dtype))
     masters.write(values)
     return masters
 
@@ -54,13 +53,13 @@ def new_state(
     rng = np.random.default_rng(seed)
     master, mu, nu = rng.standard_normal((3, *shape)).astype(np.float32)
     # From 158 steps on, the first moment's bias correction is 1, but the second's is far from 1.
-    steps = 20 * rng.permutation(shape[0] * shape[2]).astype(np.int32)
+    steps = 20 * rng.permutation(shape[0] * shape[1]).astype(np.int32)
     # Second moments are far from zero, so directions are near 1, as in training.
     nu = np.square(nu) + 0.1
     moments = new_moments(shape, compact=compact)
     for x, values in zip(moments, (mu, nu), strict=True):
         x.write(values)
-    return State(new_masters(master, dtype), *moments, steps.reshape(shape[0], shape[2]))
+    return State(new_masters(master, dtype), *moments, steps.reshape(shape[:2]))
 
 
 def new_gradient(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
@@ -94,17 +93,12 @@ def empty_sums(shape: tuple[int, ...]) -> Sums:
 
 def draw_channels(shape: tuple[int, ...], k: int) -> np.ndarray:
     """Returns `k` channels for each entry, in ascending order."""
-    entries, _, n, _ = shape
+    entries, n, _ = shape
     rng = np.random.default_rng(0)
     drawn = [np.sort(rng.permutation(n)[:k]) for _ in range(entries)]
     return np.stack(drawn).astype(np.int32)
 
 
-def bits(*arrays: np.ndarray | Masters | Moment) -> list[bytes]:
+def bits(*arrays: np.ndarray | HostArray) -> list[bytes]:
     parts = ([x] if isinstance(x, np.ndarray) else x.arrays for x in arrays)
     return [x.tobytes() for part in parts for x in part]
-
-
-def by_channel(x: np.ndarray) -> np.ndarray:
-    """Returns `(entries, n)` broadcast along the channels of `(entries, rows, n, tail)`."""
-    return x[:, None, :, None]

@@ -5,9 +5,7 @@ import pytest
 
 from tests.host.states import BFLOAT16, DTYPES, KERNELS, SCALARS, State, bits, new_masters, step
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.arrays import ALIGNMENT, CHUNK, aligned_zeros
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import new_moments
+from zenflow_jax._host.arrays import ALIGNMENT, CHUNK, HostArray, aligned_zeros, new_moments
 from zenflow_jax._spec.scalars import window_step
 
 
@@ -19,17 +17,17 @@ def numbers() -> np.ndarray:
     every = np.arange(2**16, dtype=np.uint32)
     lower = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     bits = [(upper[:, None] << 16 | every), (every[:, None] << 16 | lower)]
-    return np.concatenate([x.reshape(-1) for x in bits]).view(np.float32).reshape(1, 1, 1, -1)
+    return np.concatenate([x.reshape(-1) for x in bits]).view(np.float32).reshape(1, 1, -1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masters_are_read_back_and_uploads_are_their_casts_bit_for_bit(dtype, numbers):
     masters = new_masters(numbers, dtype)
     with np.errstate(all="ignore"):
-        assert bits(masters.to_upload) == bits(numbers.astype(dtype))
+        assert bits(masters.values) == bits(numbers.astype(dtype))
         # Uploads are casts of the stored masters, not only of the written values.
         number, back = ~np.isnan(numbers), masters.as_float32()
-        assert bits(masters.to_upload[number]) == bits(back[number].astype(dtype))
+        assert bits(masters.values[number]) == bits(back[number].astype(dtype))
     expected = numbers.view(np.uint32).copy()
     if dtype == BFLOAT16:
         # The last bit of a master halfway above an even number changes.
@@ -44,10 +42,10 @@ def test_masters_are_read_back_and_uploads_are_their_casts_bit_for_bit(dtype, nu
 def test_kernels_split_masters_alike_and_a_step_at_rate_zero_keeps_every_bit(
     kernel, dtype, numbers
 ):
-    p = numbers[np.isfinite(numbers)].reshape(1, 1, 1, -1)
+    p = numbers[np.isfinite(numbers)].reshape(1, 1, -1)
     masters, channels, steps = new_masters(p, dtype), np.int32([[0]]), np.zeros((1, 1), np.int32)
     adam, expected = HostAdam(kernel, 1), bits(masters)
-    moved = Masters.zeros(p.shape, np.dtype(dtype))
+    moved = HostArray.zeros(p.shape, np.dtype(dtype))
     for _ in range(2):  # as when channels are handed over
         adam.put([moved], channels, [p])
         (p,) = adam.take([moved], channels)
@@ -61,7 +59,7 @@ def test_kernels_split_masters_alike_and_a_step_at_rate_zero_keeps_every_bit(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_become_masters_without_rounding(dtype):
     """Writes in chunks, of which the last is incomplete, from memory that is not contiguous."""
-    x = np.random.default_rng(0).standard_normal((1, 1, 513, 514)).astype(dtype)
+    x = np.random.default_rng(0).standard_normal((1, 513, 514)).astype(dtype)
     assert x.size > 2 * CHUNK
     for weights in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[..., ::-1]):
         masters = new_masters(np.float32(1.001) * x.astype(np.float32), dtype)

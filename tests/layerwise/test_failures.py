@@ -173,7 +173,6 @@ def unfiltered():
         ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
         ({"params": unfiltered()}, TypeError, r"layers.0.act is a .*eqx.filter\(block"),
         ({"params": {"outer": SHAPE, "layers": []}}, TypeError, "without a sharding"),
-        ({"optimizer": 1e-2}, TypeError, "`optimizer` is a float"),
     ],
 )
 def test_unsuitable_arguments_are_rejected(change, error, text):

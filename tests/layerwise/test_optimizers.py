@@ -31,11 +31,11 @@ REFUSED = {
         {"l2_norm_clip": 1.0, "noise_multiplier": 1.0, "seed": 0},
     ),
     "galore": ("has no attribute", {}),
-    "lbfgs": ("needs arguments", {}),
-    "momo": ("needs arguments", {}),
-    "momo_adam": ("needs arguments", {}),
+    "lbfgs": ("required keyword-only argument", {}),
+    "momo": ("required keyword-only argument", {}),
+    "momo_adam": ("required keyword-only argument", {}),
     "noisy_sgd": ("draws random numbers", {"key": 0}),
-    "polyak_sgd": ("needs arguments", {}),
+    "polyak_sgd": ("required keyword-only argument", {}),
     "prodigy": ("also depends on leaves like it", {}),
     "sophia": ("obj_fn must be provided", {}),
 }
@@ -150,7 +150,7 @@ def next_norm():
     [
         (next_norm(), ValueError, "also depends on"),
         (optax.masked(optax.sgd(0.1), {"up": True}), Exception, "must be functions of one layer"),
-        (optax.contrib.reduce_on_plateau(), TypeError, "needs arguments.*value"),
+        (optax.contrib.reduce_on_plateau(), TypeError, "required keyword-only argument.*value"),
         (optax.apply_if_finite(optax.sgd(0.1), 3), ValueError, "also depends on"),
     ],
 )

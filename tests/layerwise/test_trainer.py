@@ -98,8 +98,9 @@ def test_a_master_survives_a_weights_rounding():
 
 
 def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
-    limit = 0.7  # norms are at least 0.9
-    moves = {}
+    limit, moves = 0.7, {}  # norms are at least 0.9
+    whole = optax.chain(optax.clip_by_global_norm(limit), optax.sgd(1.0))
+    expected, _ = reference(whole, new_params(), BATCHES[:3])
     for updates in ("after_backward", "during_backward"):
         with layerwise.Trainer(
             new_params(), **MODEL, optimizer=optax.sgd(1.0), max_grad_norm=limit, updates=updates
@@ -109,20 +110,13 @@ def test_clipping_after_the_backward_pass_is_exact_and_during_it_is_close():
                 trainer.step(batch)
             after = trainer.params()
         moves[updates] = jax.tree.map(lambda x, y: x - y, after, before)
-        norm = float(optax.tree.norm(moves[updates]))
-        assert norm == pytest.approx(limit, rel=1e-5 if updates == "after_backward" else 0.3)
+        if updates == "after_backward":
+            check_close(after, expected)
+    assert float(optax.tree.norm(moves["during_backward"])) == pytest.approx(limit, rel=0.3)
     # A projection scales each layer by a number.
     for exact, projected in zip(*(x["layers"] for x in moves.values()), strict=True):
         ratio = float(optax.tree.norm(projected) / optax.tree.norm(exact))
         assert ratio == pytest.approx(1, abs=0.3)
-    whole = optax.chain(optax.clip_by_global_norm(limit), optax.sgd(1.0))
-    expected, _ = reference(whole, new_params(), BATCHES[:3])
-    with layerwise.Trainer(
-        new_params(), **MODEL, optimizer=optax.sgd(1.0), max_grad_norm=limit
-    ) as trainer:
-        for batch in BATCHES[:3]:
-            trainer.step(batch)
-        check_close(trainer.params(), expected)
 
 
 def test_without_clipping_both_orders_of_updates_and_any_bytes_in_flight_give_the_same_bits(
@@ -197,11 +191,12 @@ def live_bytes(kind="device"):
 def most_bytes(monkeypatch, method, **options):
     """Returns the most bytes on the device in a step, beyond those before it, by micro-batches."""
     most, original = {}, getattr(Dispatcher, method)
-    for parts in (1, 2, 4):
+    batches = [np.concatenate([batch] * 4) for batch in BATCHES]
+    for parts in (1, 4, 16):
         with layerwise.Trainer(
             new_params(), **MODEL, optimizer=optax.adamw(1e-2), **options
         ) as trainer:
-            trainer.step(*np.split(BATCHES[0], parts))
+            trainer.step(*np.split(batches[0], parts))
             trainer.wait()
             before, seen = live_bytes(), []
 
@@ -212,7 +207,7 @@ def most_bytes(monkeypatch, method, **options):
 
             with monkeypatch.context() as patched:
                 patched.setattr(Dispatcher, method, counted)
-                trainer.step(*np.split(BATCHES[1], parts))
+                trainer.step(*np.split(batches[1], parts))
             most[parts] = max(seen) - before
     return most
 
@@ -222,11 +217,11 @@ def most_bytes(monkeypatch, method, **options):
 def test_the_device_holds_a_few_layers_however_many_micro_batches_there_are(monkeypatch, updates):
     most = most_bytes(monkeypatch, "_fetch", updates=updates)
     outer, one = 4 * 2 * WORDS * WIDTH, 4 * (2 * 12 * WIDTH + WIDTH)
-    inputs = 4 * LAYERS * (4 * 5 * WIDTH)
+    inputs = 4 * LAYERS * (16 * 5 * WIDTH)
     # The outer weights and their gradient; weights of three layers, gradients of two, and the
     # state of three leaves; other arrays are small.
     assert most[1] < 2 * outer + 5 * one + 3 * 3 * outer + inputs + 3000
-    assert most[4] <= most[2] * 1.05
+    assert max(most.values()) <= most[1] * 1.05
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -310,9 +305,8 @@ def test_host_memory_has_the_weights_once_sixteen_more_bits_and_the_state(
     optimizer, bytes_of_state
 ):
     for updates, more in (("during_backward", 0), ("after_backward", 2)):
-        with layerwise.Trainer(
-            new_params(jnp.bfloat16), **MODEL, optimizer=optimizer, updates=updates
-        ) as trainer:
+        options = {"optimizer": optimizer, "updates": updates, "in_flight_bytes": 0}
+        with layerwise.Trainer(new_params(jnp.bfloat16), **MODEL, **options) as trainer:
             trainer.step(BATCHES[0])
             trainer.wait()
             stats = trainer.stats

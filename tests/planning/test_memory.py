@@ -26,13 +26,14 @@ SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
 def test_the_formula_covers_all_arrays_of_an_engine_and_its_mail(sending, rolling, host_state):
     settings = Settings(**{**vars(SETTINGS), "rolling": rolling})
     with Training(FEW, settings, send_gradients=sending, host_state=host_state) as training:
-        need = needs_of(training.state, host_state=host_state)
-        assert training.engine.stats.host_bytes == need.state
+        need = needs_of(training.state, host_state=host_state)["host"]
+        rest, sums = need["masters, moments"], need["sums"]
+        assert training.engine.stats.host_bytes == rest
         for _ in range(10):
             training.go(1)
             stats = training.engine.stats
-            assert need.state <= stats.host_bytes <= need.state + need.sums
-            assert stats.pinned_bytes <= need.mail
+            assert rest <= stats.host_bytes <= rest + sums
+            assert stats.pinned_bytes <= need["mail, pinned"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,8 @@ def test_the_formula_limits_the_updates_that_wait_on_the_device(
     leaves = tuple(Leaf(f"w{i}", (8, 8 + i), -2, "bfloat16") for i in range(6))
     with Training(leaves, settings, prefetch_bytes=prefetch_bytes) as training:
         need = needs_of(training.state, prefetch_bytes=prefetch_bytes)
-        assert prefetched in (None, need.uploads)
+        uploads, at_boundary = need["device"]["uploads"], need["device"]["late uploads"]
+        assert prefetched in (None, uploads)
         monkeypatch.setattr(parts, "upload", upload)
         late = []
         for _ in range(12):
@@ -72,8 +74,8 @@ def test_the_formula_limits_the_updates_that_wait_on_the_device(
             training.settle()
             jax.block_until_ready(training.params)
             late.append(training.engine._updates.late_bytes)
-        assert (most[False], most[True]) == (need.uploads, need.late)
-        assert late[-1] - late[-4] == 3 * need.late_mean
+        assert (most[False], most[True]) == (uploads, at_boundary)
+        assert late[-1] - late[-4] == 3 * need["exposed"]
 
 
 def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():
@@ -81,17 +83,20 @@ def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():
         params = [jax.ShapeDtypeStruct((n, n), jnp.bfloat16)] * leaves
         options = {"topk_ratio": ratio, "update_interval": window, "staleness": staleness}
         tx = zenflow_jax.zenflow(1e-3, **options)
-        return needs_of(zenflow_jax.find_state(tx.init(params)), host_state=host_state)
+        state = zenflow_jax.find_state(tx.init(params))
+        return needs_of(state, host_state=host_state)["host"]
 
-    assert need(host_state="compact").state == 6.1875 * 512**2 + 4 * 512  # with counts
+    assert (
+        need(host_state="compact")["masters, moments"] == 6.1875 * 512**2 + 4 * 512
+    )  # with counts
     # A hand-over needs masters and moments of selected channels.
-    assert need(ratio=0.25).hand_over == 12 * 128 * 512
+    assert need(ratio=0.25)["hand-over"] == 12 * 128 * 512
     # There is a mail that is read, a mail that is written, and a placeholder.
-    assert need(window=1).mail == 3 * 2 * 512**2
-    assert need(window=3).mail == 5 * 2 * 512**2
+    assert need(window=1)["mail, pinned"] == 3 * 2 * 512**2
+    assert need(window=3)["mail, pinned"] == 5 * 2 * 512**2
     # One leaf's update waits, with its two gradients. The leaves share a placeholder.
     kept = (1 + 2 + 2) / 2
-    assert need(window=2, leaves=2, staleness=2).mail == (kept + 3 + 0.5) * 4 * 512**2
+    assert need(window=2, leaves=2, staleness=2)["mail, pinned"] == (kept + 3 + 0.5) * 4 * 512**2
     # Only long windows in rolling groups need sums.
-    assert need(leaves=32, n=64).sums == 0
-    assert need(leaves=32, n=64, window=16).sums == 2 * 4 * (32 + 2) * 64**2
+    assert need(leaves=32, n=64)["sums"] == 0
+    assert need(leaves=32, n=64, window=16)["sums"] == 2 * 4 * (32 + 2) * 64**2

@@ -1,7 +1,8 @@
-"""The script's `--plan`: other batches and settings that fit, and the printed commands."""
+"""The script's `--plan`: one chosen way, or all that fit, and the printed command."""
 
 import dataclasses
-import json
+import functools
+import re
 import shlex
 import shutil
 
@@ -12,155 +13,138 @@ from tests.processes import assert_ends, start
 from train import finetune
 from train.cli.command_line import read_command_line
 from train.plan import planning, report
-from train.plan.planning import folder_of_config, planned_step
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, HOST_RESERVE
 
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 QUICKSTART = FIXTURES.parent.parent / "configs" / "quickstart.toml"
-
-
-LAYERS = json.loads((FIXTURES / "llama3" / "config.json").read_text())["num_hidden_layers"]
 RUN = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
-RUN += ["--data", "a b", "--sequence-length", "64", "--remat", "--scan-layers"]
+RUN += ["--data", "a b", "--sequence-length", "64", "--device", "rtx4090"]
+
+
+@functools.cache
+def planner_of_run():
+    """Returns a planner whose traced steps all tests share."""
+    command = read_command_line(RUN, program="p")
+    return planning._Planner(command.settings, command.planning)
 
 
 @pytest.fixture
-def without_compiler(monkeypatch):
-    monkeypatch.setattr(library, "has_compiler", lambda: False)
+def planner(monkeypatch):
+    monkeypatch.setattr(planning, "has_compiler", lambda: False)
+    planner = planner_of_run()
+    monkeypatch.setattr(planner, "_machine", {"host_capacity_bytes": 10**12})
+    monkeypatch.setattr(planning, "_Planner", lambda *_: planner)
+    return planner
 
 
-@pytest.fixture
-def with_compiler(monkeypatch):
-    """Replaces the compiler: each example takes 1 MB. Returns the list of compiled steps."""
-    compiled = []
-
-    def compiled_peak(run, origin, mesh):
-        compiled.append(run)
-        return 10**6 * (run.batch_size + LAYERS)
-
-    monkeypatch.setattr(library, "has_compiler", lambda: True)
-    monkeypatch.setattr(planning, "mesh_of", lambda *_, **__: None)
-    monkeypatch.setattr(planning, "compiled_peak", compiled_peak)
-    return compiled
+def planned(*arguments, chosen=False):
+    """Returns the plan for a command, and the lines that were shown meanwhile."""
+    command, lines = read_command_line([*RUN, *arguments], program="p"), []
+    options = {"chosen": chosen, "say": lines.append}
+    return planning.plan_run(command.settings, command.planning, **options), lines
 
 
-def planned(*arguments):
-    """Returns the plan for a command."""
-    command = read_command_line(arguments, program="p")
-    return planning.plan_run(command.settings, command.planning)
+def limit(monkeypatch, *, device=None, host=None):
+    """Limits the device's and the host's memory to these bytes."""
+    memory = GPUS["rtx4090"].memory if device is None else int(device / library.MAX_FRACTION) + 1
+    monkeypatch.setitem(GPUS, "rtx4090", dataclasses.replace(GPUS["rtx4090"], memory=memory))
+    if host is not None:
+        machine = {"host_capacity_bytes": host + HOST_RESERVE}
+        monkeypatch.setattr(planner_of_run(), "_machine", machine)
 
 
-def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_compiler, monkeypatch):
+def test_ways_that_fit_come_first_by_time_and_the_command_is_that_of_the_first(
+    planner, monkeypatch, capsys
+):
+    plan, lines = planned()
+    names = [way.name for way in plan.ways]
+    assert (plan.plan, names[0], sorted(names)) == (None, "A", sorted(planning.WAYS))
+    assert [line.partition(":")[0] for line in lines] == list(planning.WAYS)
+    times = [float(f"{way.plan.step_s:.2g}") for way in plan.ways]
+    assert times == sorted(times)
+    of = {way.name: way for way in plan.ways}
+    assert of["B"].plan.device_bytes < of["A"].plan.device_bytes
+    # A has no room, and is the fastest.
+    limit(monkeypatch, device=of["B"].plan.device_bytes)
+    assert finetune.main([*RUN, "--plan"]) == 0
+    *_, title = capsys.readouterr().out.partition("7,440 parameters, ")
+    assert title.splitlines()[0] == "8 x 64 tokens, NVIDIA GeForce RTX 4090"
+    rows = [line.split("│")[1:3] for line in title.splitlines() if line.startswith("│")]
+    marks = {name.strip(): mark.strip() for mark, name in rows if name.strip()}
+    taken = next(name for name, mark in marks.items() if mark)
+    again = planned()[0].ways
+    assert (taken, list(marks)) == (again[0].name, [way.name for way in again])
+    lacking = [bool(way.plan.short) for way in again]
+    assert lacking == sorted(lacking)
+    assert "A" in [way.name for way in again if way.plan.short]
+    command = title.partition("\nRun: ")[2].splitlines()[0]
+    arguments = shlex.split(command.partition(" -m train.finetune ")[2])
+    assert not {"--plan", "--device"} & set(arguments)
+    settings = read_command_line(arguments, program="p").settings
+    assert settings == of[taken].settings
+
+
+def test_a_way_is_planned_with_settings_that_save_what_it_lacks(planner, monkeypatch):
+    monkeypatch.setattr(planning, "WAYS", {x: planning.WAYS[x] for x in ("C", "F")})
+    of = {way.name: way for way in planned()[0].ways}
+    limit(monkeypatch, host=of["C"].plan.host_bytes - 1)
+    way = {way.name: way for way in planned()[0].ways}["C"]
+    assert way.changes == {"optimizer": "zenflow", "host_state": "compact"}
+    assert not way.plan.short
+    limit(monkeypatch, device=of["F"].plan.device_bytes - 1)
+    way = {way.name: way for way in planned()[0].ways}["F"]
+    assert way.settings.layer_inputs == "host"
+    # Only a compiler knows what recomputing activations saves.
+    limit(monkeypatch, device=of["C"].plan.device_bytes - 1)
+    monkeypatch.setattr(planning, "WAYS", {"C": planning.WAYS["C"]})
+    assert planned()[0].ways[0].plan.short
+    limit(monkeypatch, device=10**9, host=10**9)
+    monkeypatch.setattr(planner, "_compiles", True)
+    monkeypatch.setattr(planner, "_peak", lambda run: 10**8 if run.remat else 2 * 10**9)
+    assert planned()[0].ways[0].changes == {"optimizer": "zenflow", "remat": True}
+
+
+def test_what_is_missing_is_named_if_nothing_fits(planner, monkeypatch):
+    monkeypatch.setattr(planning, "WAYS", {x: planning.WAYS[x] for x in ("A", "E")})
+    limit(monkeypatch, device=0)
+    (line, *_) = report.advice(planned()[0], RUN)
+    assert line.startswith("Nothing fits. E comes closest and lacks ")
+    assert "of the device: fewer tokens" in line
+    assert "more RAM" not in line
+    monkeypatch.setattr(planning, "WAYS", {"E": planning.WAYS["E"]})
+    limit(monkeypatch, device=10**9, host=0)
+    assert "of the host: more RAM" in report.advice(planned()[0], RUN)[0]
+
+
+def test_an_impossible_way_is_left_out_with_its_reason(planner, monkeypatch):
+    monkeypatch.setattr(planning, "WAYS", {x: planning.WAYS[x] for x in ("D", "A")})
+    plan, lines = planned("--micro-batches", "2")
+    assert [way.name for way in plan.ways] == ["A"]
+    assert lines[0].startswith("D: not possible. `micro_batches`: must be 1")
+
+
+def test_other_ways_are_planned_if_the_chosen_one_does_not_fit(planner, monkeypatch):
+    monkeypatch.setattr(planning, "WAYS", {"A": planning.WAYS["A"]})
+    chosen = planned("--optimizer", "offload", chosen=True)[0]
+    assert (chosen.plan.short, chosen.ways) == ({}, [])
+    limit(monkeypatch, host=0)
+    chosen = planned("--optimizer", "offload", chosen=True)[0]
+    assert set(chosen.plan.short) == {"host"}
+    assert [way.name for way in chosen.ways] == ["A"]
+
+
+def test_the_command_plans_a_chosen_way_from_config_json_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(planning, "has_compiler", lambda: False)
     shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
-    run = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere", "--scan-layers"]
-    run += ["--device", "a100", "--host-memory", "64", "--prefetch-bytes", "0"]
-    plan = planned(str(QUICKSTART), *run)
-    assert plan.plan.device["uploads"] == 0 < plan.plan.late
-    assert (plan.plan.by, plan.plan.host_capacity_bytes) == ("shapes", 64 * 10**9)
-    assert planned(str(QUICKSTART), *run, "--optimizer", "adamw").plan.host == {}
-    monkeypatch.setattr(planning, "plan_run", lambda *_: plan)
+    run = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere"]
+    run += ["--device", "a100", "--host-memory", "64", "--stream", "weights", "--optimizer", "muon"]
     assert finetune.main([str(QUICKSTART), *run, "--plan"]) == 0
     out = capsys.readouterr().out
-    assert report.verdict(plan.plan) in out.replace("\n", " ")
+    assert "Fits with" in out
     assert "A100" in out
-
-
-@pytest.fixture(autouse=True)
-def gpus(monkeypatch):
-    """Restores the table, in which tests change a GPU's memory."""
-    monkeypatch.setitem(GPUS, "rtx4090", GPUS["rtx4090"])
-
-
-def room_for(batch_size, peak):
-    """Makes a GPU with just enough memory for a compact run; returns the arguments."""
-    settings = read_command_line(RUN, program="p").settings
-    settings = dataclasses.replace(settings, batch_size=batch_size, host_state="compact")
-    step = planned_step(settings, folder_of_config(settings.model), None)
-    plan = library.plan(*step, host_state="compact").with_peak(peak)
-    memory = int(plan.device_bytes / 0.95) + 1
-    GPUS["rtx4090"] = dataclasses.replace(GPUS["rtx4090"], memory=memory)
-    host = (plan.host_bytes + HOST_RESERVE + 1) / 1e9  # plus room for rounding
-    return ["--device", "rtx4090", "--host-memory", repr(host)]
-
-
-@pytest.mark.slow
-def test_a_plan_that_does_not_fit_lists_commands_that_do(with_compiler, monkeypatch, capsys):
-    run = [*RUN, "--batch-size=16"]
-    room = room_for(8, peak=(8 + LAYERS) * 10**6)
-    plan = planned(*run, *room)
-    assert plan.plan.by == "compiler"
-    assert set(plan.plan.short) == {"device", "host"}
-    smaller = [{"batch_size": 8 // n, "host_state": "compact"} for n in (1, 2, 4)]
-    assert [way.changes for way in plan.ways] == smaller
-    assert len(with_compiler) == len(set(with_compiler))  # no step is compiled twice
-    with monkeypatch.context() as patch:
-        patch.setattr(planning, "plan_run", lambda *_: plan)
-        assert finetune.main([*run, *room, "--plan"]) == 0
-    out = capsys.readouterr().out
-    commands = [
-        line[2:].partition("  # device ")[0] for line in out.split("\n") if "  # dev" in line
-    ]
-    assert len(commands) == len(plan.ways)
-    for command, way in zip(commands, plan.ways, strict=True):
-        program, _, rest = command.partition(" -m train.finetune ")
-        assert program.split()[-1] == "python"
-        arguments = shlex.split(rest)
-        assert not {x for x in arguments if x.startswith(("--plan", "--device", "--host-mem"))}
-        again = planned(*arguments, *room)
-        assert again.plan == way.plan
-        assert not again.plan.short
-    # The plan takes nearly all of the memory.
-    program, _, rest = commands[0].partition(" -m train.finetune ")
-    assert program == "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python"
-    settings = read_command_line(shlex.split(rest), program="p").settings
-    assert (settings.data, settings.sequence_length, settings.remat) == ("a b", 64, True)
-    assert settings.batch_size == 8
-    assert settings.host_state == "compact"
-
-
-def test_settings_that_save_memory_are_tried_before_smaller_batches_and_streamed_weights(
-    without_compiler, monkeypatch
-):
-    tried, fitting = [], planned(*RUN).plan
-
-    def only_by_layers(planner, run, *, compiles):
-        tried.append((run.batch_size, run.host_state, run.remat, run.stream))
-        return dataclasses.replace(fitting, host_capacity_bytes=10**12 * (run.stream == "weights"))
-
-    monkeypatch.setattr(planning._Planner, "plan", only_by_layers)
-    run = [*RUN, "--no-remat", "--batch-size", "4"]
-    plan = planned(*run)
-    savings = [(4, "compact", False), (4, "float32", True)]
-    savings += [(batch, "compact", True) for batch in (4, 2, 1)]
-    assert tried[1:] == [
-        *((*saving, "none") for saving in savings),
-        (4, "float32", False, "weights"),
-    ]
-    (way,) = plan.ways
-    command = report.command_line(plan, way, run)
-    settings = read_command_line(shlex.split(command)[3:], program="p").settings
-    assert {name: getattr(settings, name) for name in way.changes} == dict(planning._BY_LAYERS)
-
-
-def test_a_run_with_streamed_weights_is_planned(without_compiler, capsys, monkeypatch):
-    run = [*RUN, "--no-scan-layers", "--stream", "weights", "--device", "rtx4090"]
-    plan = planned(*run, "--optimizer", "muon")
-    assert not plan.plan.short
-    needs = {
-        (optimizer, state): planned(
-            *run, "--optimizer", optimizer, "--host-state", state, "--dtype", "bfloat16"
-        ).plan
-        for optimizer, state in [("adamw", "float32"), ("adamw", "compact"), ("sgd", "float32")]
-    }
-    # Pinned are only arrays from 64 KiB on, so all are on this model's device.
-    saved = [x.checkpoint / x.parameters for x in needs.values()]
-    assert saved == pytest.approx([12, 6.5, 4], rel=0.05)
-    monkeypatch.setattr(planning, "plan_run", lambda *_: plan)
-    assert finetune.main([*run, "--optimizer", "muon", "--plan"]) == 0
-    out = capsys.readouterr().out.replace("\n", " ")
-    assert report.verdict(plan.plan) in out
+    assert re.search(r"available +│ +56.0 │", out)
 
 
 LIMIT = """if True:

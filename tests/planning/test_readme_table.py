@@ -9,7 +9,6 @@ import pytest
 
 from train.cli.command_line import read_command_line
 from train.plan import planning as script_planning
-from zenflow_jax import planning
 from zenflow_jax.planning import GPUS, HOST_RESERVE, MAX_FRACTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_scripts_run")]
@@ -56,7 +55,7 @@ def test_all_rows_are_read():
 @pytest.fixture
 def planned(tmp_path, monkeypatch):
     """Returns a function that plans a row, with more options."""
-    monkeypatch.setattr(planning, "has_compiler", lambda: False)
+    monkeypatch.setattr(script_planning, "has_compiler", lambda: False)
 
     def plan(row, *options):
         gpu, memory, command, model = row[:4]
@@ -64,7 +63,7 @@ def planned(tmp_path, monkeypatch):
         words = shlex.split(command.replace(model, str(tmp_path)))
         machine = ["--device", DEVICES[gpu], "--host-memory", memory]
         run = read_command_line([*words, *machine, *options], program="zenflow-plan")
-        return script_planning.plan_run(run.settings, run.planning).plan
+        return script_planning.plan_run(run.settings, run.planning, chosen=True, say=print).plan
 
     return plan
 

@@ -157,18 +157,17 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
         assert load_settings(config_file(tmp_path, to_toml(vars(settings)))) == settings
 
 
+AUTO = AutoWindow(), AutoSelect()
+
+
 @pytest.mark.parametrize(
-    ("options", "window", "select"),
-    [
-        ({"update_interval": 3, "select_interval": 12}, 3, 12),
-        ({"update_interval": "auto", "select_interval": "auto"}, AutoWindow(), AutoSelect()),
-    ],
-    ids=str,
+    ("window", "select", "rules"), [(3, 12, (None, None)), ("auto", "auto", AUTO)], ids=str
 )
-def test_intervals_become_the_librarys_rules(options, window, select):
-    tx = make_optimizer(Settings(steps=9, **options))
+def test_intervals_become_the_librarys_rules(window, select, rules):
+    tx = make_optimizer(Settings(steps=9, update_interval=window, select_interval=select))
     schedule = find_state(tx.init({"kernel": jnp.ones((4, 4))})).schedule
-    assert (schedule.window, schedule.select) == (window, select)
+    assert (schedule.auto_window, schedule.auto_select) == rules
+    assert rules == AUTO or (schedule.window, schedule.select) == (window, select)
 
 
 @pytest.mark.parametrize(

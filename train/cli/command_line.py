@@ -55,7 +55,10 @@ class Launch:
 class Planning:
     """Planning: memory and speed of a run, without starting it (docs/planning.md)."""
 
-    plan: bool = option(False, "Show the run's memory and time, and settings that fit.")
+    plan: bool = option(
+        False,
+        "Show memory and time of all ways, or of the one that --optimizer and --stream choose.",
+    )
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = option(
         None, "GPU to plan for. Default: this machine's, or h100."
     )
@@ -121,7 +124,8 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
     else:
         raise SettingsError(
             f"the first argument must be a config file's path or name, but is "
-            f"{argv[0] if argv else 'missing'}. Pass a path, or one of {', '.join(shipped())}."
+            f"{argv[0] if argv else 'missing'}. Pass a path, or one of {', '.join(shipped())}, as "
+            f"in `{program} quickstart`."
         )
     default = Command(settings=settings)
     kind = PlanCommand if program == "zenflow-plan" else Command

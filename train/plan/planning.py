@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from train.cli.command_line import Planning
-from train.cli.settings import WITHOUT_MOMENTS, Settings, SettingsError, StepSettings
+from train.cli.settings import Settings, SettingsError, StepSettings, option_words
 from train.distributed.sharding import (
     batch_parts,
     batch_sharding,
@@ -34,126 +34,164 @@ from train.run.step import PER_EXAMPLE, make_train_step
 from train.tasks.chosen import check_length
 from zenflow_jax import planning
 
-# The maximum number of suggested settings.
-WAYS = 3
 # Values for a run whose steps and classes depend on its data; sizes do not depend on them.
 STEPS, LABELS = 1000, 2
 # Without a device, jax 0.11.2 cannot select a deterministic matrix product.
 _OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": False}
-# Settings that save memory, in the order in which they are tried.
-_SAVING = {"host_state": "compact", "remat": True}
-_SAVING_BY_LAYERS = {
-    "host_state": "compact",
-    "layer_updates": "during_backward",
-    "layer_inputs": "host",
-}
-# Settings that may fit if no others do.
-_BY_LAYERS = {
-    "optimizer": "adamw",
-    "stream": "weights",
-    "scan_layers": False,
-    "layer_updates": "during_backward",
+_DEFAULTS = {"stream": "none", "send_gradients": "during_step"}
+_DEFAULTS |= {"layer_updates": "after_backward", "layer_inputs": "device"}
+_BY_LAYERS = {"stream": "weights", "scan_layers": False, "layer_updates": "during_backward"}
+#: The ways of docs/gradients.md. Of two that take equally long, the first is better.
+WAYS: Mapping[str, dict[str, Any]] = {
+    "A": {"optimizer": "adamw"},
+    "B": {"optimizer": "adamw", "host_state": "compact"},
+    "C": {"optimizer": "zenflow"},
+    "D": {"optimizer": "zenflow", "scan_layers": True, "stream": "gradients"},
+    "D after_step": {"optimizer": "zenflow", "scan_layers": True, "send_gradients": "after_step"},
+    "E": {"optimizer": "offload"},
+    "F": {"optimizer": "adamw", **_BY_LAYERS},
+    "F compact": {"optimizer": "adamw", **_BY_LAYERS, "host_state": "compact"},
 }
 
 
 class Way(NamedTuple):
-    """Other settings that make a run fit."""
+    """An optimizer, with other settings that differ from the run's."""
 
+    name: str
     changes: Mapping[str, Any]  # values by name
+    settings: StepSettings
     plan: planning.Plan
+
+    @property
+    def options(self) -> str:
+        return " ".join(word for change in self.changes.items() for word in option_words(*change))
 
 
 class RunPlan(NamedTuple):
     settings: StepSettings
-    plan: planning.Plan
-    ways: tuple[Way, ...]  # other settings that fit, if the run does not
+    plan: planning.Plan | None  # if the run's way is chosen
+    ways: Sequence[Way]  # if it is not, or does not fit; those that fit come first, by time
 
 
 class _Planner:
-    """Plans runs of one model on one kind of device; caches traced steps and compiled peaks."""
+    """Plans runs of one model on one kind of device; caches traced and compiled programs."""
 
     def __init__(self, settings: StepSettings, options: Planning):
         self.origin = None if settings.model is None else folder_of_config(settings.model)
         local = planning.gpu_here()
         kinds = [name for name, gpu in planning.GPUS.items() if gpu is local]
-        device = options.device or (kinds[0] if kinds else "h100")
-        self.by_compiler = planning.has_compiler()
-        self.mesh = mesh_of(settings.mesh, device, described=self.by_compiler)
+        self._device = options.device or (kinds[0] if kinds else "h100")
+        self._compiles = has_compiler()
+        self._mesh = mesh_of(settings.mesh, self._device, described=self._compiles)
         host = options.host_memory and int(options.host_memory * 1e9)
-        if host is None and planning.GPUS[device] is local:
+        if host is None and planning.GPUS[self._device] is local:
             host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         rate = options.host_bandwidth and options.host_bandwidth * 1e9
-        self._machine = {"device": device, "host_memory_bytes": host, "bandwidth": rate}
+        machine = {"host_capacity_bytes": host, "host_bandwidth": rate}
+        self._machine = {name: x for name, x in machine.items() if x is not None}
         self._step = functools.cache(
-            lambda run: planned_step(run, self.origin, self.mesh, placed=self.by_compiler)
+            lambda run: planned_step(run, self.origin, self._mesh, placed=self._compiles)
         )
-        self._peak = functools.cache(lambda run: compiled_peak(run, self.origin, self.mesh))
+        self._peak = functools.cache(
+            lambda run: planning.peak_bytes(compiled_step(self._step(run)))
+        )
+        self._layers = functools.cache(lambda run: _layers_of(run, self.origin, self._mesh))
 
-    def plan(self, run: StepSettings, *, compiles: bool) -> planning.Plan:
-        """Plans a run, without gradients and activations unless it `compiles`."""
+    def plan(self, run: StepSettings) -> planning.Plan:
+        """Plans a run; compiles its step if this is possible and the rest fits."""
+        plan = self._planned(run, compiles=False)
+        return plan if plan.short or not self._compiles else self._planned(run, compiles=True)
+
+    def _planned(self, run: StepSettings, *, compiles: bool) -> planning.Plan:
         if run.stream == "weights":
-            machine = {name: x for name, x in self._machine.items() if name != "bandwidth"}
-            return plan_layers(run, self.origin, self.mesh, compiles=compiles, **machine)
-        # The step does not depend on these settings.
-        key = dataclasses.replace(run, host_state="float32", prefetch_bytes=None)
-        host = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
-        plan = planning.plan(*self._step(key), **host, **self._machine)
+            return self._by_layers(run, compiles)
+        key, host = run, {}
+        if run.has_engine:  # whose step does not depend on these settings
+            key = dataclasses.replace(run, host_state="float32", prefetch_bytes=None)
+            host = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
+        plan = planning.plan(*self._step(key), **host, device=self._device)
+        plan = dataclasses.replace(plan, **self._machine)
         return plan.with_peak(self._peak(key)) if compiles else plan
 
-    def plan_that_fits(self, run: StepSettings) -> planning.Plan | None:
-        """Plans a run; None if it does not fit. Compiles only if its arrays fit."""
-        try:
-            plan = self.plan(run, compiles=False)
-            if self.by_compiler and not plan.short:
-                plan = self.plan(run, compiles=True)
-        except SettingsError:  # such as a batch size that the mesh does not divide
-            return None
-        return None if plan.short else plan
+    def _by_layers(self, run: StepSettings, compiles: bool) -> planning.Plan:
+        programs = {"optimizer": "adamw", "host_state": "float32"}
+        programs |= {"layer_updates": "after_backward", "layer_inputs": "device"}
+        model, batch = self._layers(dataclasses.replace(run, **programs))
+        plan = planning.plan_layerwise(
+            model.shapes,
+            batch,
+            first=model.first,
+            layer=model.layers,
+            last=model.last,
+            optimizer=leafwise_optimizer(_with_steps(run)),
+            micro_batches=run.micro_batches,
+            updates=run.layer_updates,
+            inputs=run.layer_inputs,
+            device=self._device,
+            compiles=compiles,
+        )
+        return dataclasses.replace(plan, **self._machine)
+
+    def way(self, settings: StepSettings, name: str) -> Way:
+        """Plans a way, with settings that save the memory that it lacks."""
+        run = dataclasses.replace(settings, **_DEFAULTS | WAYS[name])
+        while saving := _saving(run, (plan := self.plan(run))):
+            run = dataclasses.replace(run, **saving)
+        values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+        changes = {name: x for name, x in values.items() if getattr(settings, name) != x}
+        return Way(name, {"optimizer": run.optimizer} | changes, run, plan)
 
 
-def plan_run(settings: Settings, options: Planning) -> RunPlan:
-    """Plans a run for the machine in `options`."""
+def _saving(run: StepSettings, plan: planning.Plan) -> Mapping[str, Any]:
+    """Returns a setting that saves memory that is short; none if there is no other."""
+    short = plan.short
+    if "device" in short and run.stream == "weights":
+        return {"layer_inputs": "host"} if run.layer_inputs == "device" else {}
+    if "device" in short:  # only a compiler counts activations
+        return {} if run.remat or planning.TEMPORARIES not in plan.device else {"remat": True}
+    if "host" in short and run.has_engine and run.host_state == "float32":
+        return {"host_state": "compact"}
+    return {}
+
+
+def plan_run(
+    settings: Settings, options: Planning, *, chosen: bool, say: Callable[[str], None]
+) -> RunPlan:
+    """Plans a run for the machine in `options`, and all ways unless one is `chosen` and fits."""
     settings.check_task(["model"])
     planner = _Planner(settings, options)
     if planner.origin is not None:
         check_length(settings.sequence_length, planner.origin)
-    own = planner.plan(settings, compiles=planner.by_compiler)
-    ways: list[Way] = []
-    if own.short:
-        smallest = settings.micro_batches * batch_parts(planner.mesh if settings.mesh else None)
-        for changes in _changes(settings, smallest):
-            plan = planner.plan_that_fits(dataclasses.replace(settings, **changes))
-            if plan is not None:
-                ways.append(Way(changes, plan))
-            if len(ways) == WAYS:
-                break
-    return RunPlan(settings, own, tuple(ways))
+    own = planner.plan(settings) if chosen else None
+    ways: dict[StepSettings, Way] = {}
+    failure: SettingsError | None = None
+    for name in WAYS if own is None or own.short else ():
+        try:
+            way = planner.way(settings, name)
+        except SettingsError as error:  # such as micro-batches with streamed gradients
+            failure = error
+            say(f"{name}: not possible. {error}")
+        else:
+            say(f"{name}: {way.options}")
+            ways.setdefault(way.settings, way)
+
+    if failure is not None and own is None and not ways:
+        raise failure
+
+    def order(way: Way) -> tuple[bool, float]:
+        return bool(way.plan.short), float(f"{way.plan.step_s:.2g}")  # as they are shown
+
+    return RunPlan(settings, own, sorted(ways.values(), key=order))
 
 
-def _changes(settings: StepSettings, smallest: int) -> Iterator[dict[str, Any]]:
-    """Yields settings to try: each that saves memory, all, smaller batches, streamed weights."""
-    by_layers = settings.stream == "weights"
-    saving = _changed(settings, _SAVING_BY_LAYERS if by_layers else _SAVING)
-    if settings.optimizer in WITHOUT_MOMENTS:
-        saving.pop("host_state", None)
-    if len(saving) > 1:
-        yield from ({name: x} for name, x in saving.items())
-    batch = settings.batch_size
-    if saving:
-        yield saving
-    while (batch := batch // 2 // smallest * smallest) > 0:
-        yield {"batch_size": batch} | saving
-    if not by_layers:
-        yield _changed(settings, _BY_LAYERS)
-
-
-def _changed(settings: StepSettings, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in values.items() if getattr(settings, name) != x}
-
-
-def compiled_peak(run: StepSettings, origin: Pretrained | None, mesh: Any) -> int:
-    """Returns the bytes on a device at a step's peak, according to the compiler."""
-    return planning.peak_bytes(compiled_step(planned_step(run, origin, mesh, placed=True)))
+@functools.cache
+def has_compiler() -> bool:
+    """Returns whether steps can be compiled for GPUs that this machine does not have."""
+    try:
+        planning.described_mesh("h100", {"data": 1})
+    except RuntimeError:
+        return False
+    return True
 
 
 def compiled_step(planned: PlannedStep) -> jax.stages.Compiled:
@@ -240,36 +278,14 @@ def planned_step(
     return PlannedStep(step, params, opt_state, batch)
 
 
-def plan_layers(
-    settings: StepSettings,
-    origin: Pretrained | None,
-    mesh: Any,
-    *,
-    compiles: bool,
-    device: str,
-    host_memory_bytes: int | None,
-) -> planning.Plan:
-    """Plans a run with streamed weights."""
-    kind, build, batches = _model_of(settings, origin, divided := mesh if settings.mesh else None)
+def _layers_of(
+    run: StepSettings, origin: Pretrained | None, mesh: Any
+) -> tuple[models.LayeredModel, dict[str, Any]]:
+    """Returns a model's functions for the trainer, and the shapes of a micro-batch."""
+    kind, build, batches = _model_of(run, origin, divided := mesh if run.mesh else None)
     where = NamedSharding(mesh, PartitionSpec())
-    batches = batches or (where if compiles else None)
     model = models.abstract_layered(build, divided, where)[1]
-    rows = settings.batch_size // settings.micro_batches
-    return planning.plan_layerwise(
-        model.shapes,
-        _batch(kind, settings, rows, batches),
-        first=model.first,
-        layer=model.layers,
-        last=model.last,
-        optimizer=leafwise_optimizer(_with_steps(settings)),
-        micro_batches=settings.micro_batches,
-        updates=settings.layer_updates,
-        inputs=settings.layer_inputs,
-        device=device,
-        host_memory_bytes=host_memory_bytes,
-        compiles=compiles,
-        compiler_options=_OPTIONS if compiles else None,
-    )
+    return model, _batch(kind, run, run.batch_size // run.micro_batches, batches or where)
 
 
 def _with_steps(settings: StepSettings) -> StepSettings:
@@ -304,8 +320,13 @@ def _state_shapes(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
     """Returns a state with moments sharded like their parameters, and the rest `everywhere`."""
 
     def placed(x: Any, p: Any) -> Any:
-        # Factored moments have fewer axes than their parameters.
-        return _shape_at(x, p.sharding if x.ndim == p.ndim else everywhere)
+        # Factored moments have fewer axes than their parameters, and scales of compact ones may be
+        # too few to share.
+        try:
+            fits = x.ndim == p.ndim and p.sharding.shard_shape(x.shape) is not None
+        except ValueError:
+            fits = False
+        return _shape_at(x, p.sharding if fits else everywhere)
 
     return optax.tree.map_params(
         tx,

@@ -1,4 +1,4 @@
-"""Prints a plan: a table of the run's needs, advice, and commands that fit."""
+"""Prints a plan: a table of the run's needs, or of the ways that fit, and the command to use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from train.cli.command_line import PROGRAM, Planning
-from train.cli.settings import option_words
+from train.cli.settings import StepSettings
 from train.log.run_log import show as show_line
 from train.plan.planning import RunPlan, Way
 from zenflow_jax import planning
@@ -18,18 +18,22 @@ from zenflow_jax import planning
 
 def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     """Prints the plan; `arguments` are the command's arguments."""
-    plan, settings = run_plan.plan, run_plan.settings
-    devices = "" if plan.devices == 1 else f" on {plan.devices} devices"
-    by = "the compiler" if plan.by == "compiler" else "shapes: no gradients, no activations"
-    table = Table(
-        "GB",
-        settings.optimizer,
-        title=(
-            f"{plan.parameters:,} parameters, {settings.batch_size} x "
-            f"{settings.sequence_length} tokens{devices}, {plan.gpu.name}, by {by}"
-        ),
-        title_justify="left",
-    )
+    settings, ways = run_plan.settings, run_plan.ways
+    plan = run_plan.plan or ways[0].plan
+    devices = "" if plan.devices == 1 else f"{plan.devices} x "
+    tokens = f"{settings.batch_size} x {settings.sequence_length} tokens"
+    show_line(console, f"{plan.parameters:,} parameters, {tokens}, {devices}{plan.gpu.name}")
+    if run_plan.plan:
+        console.print(_table_of_plan(plan, settings))
+        show_line(console, verdict(plan))
+    if ways:
+        console.print(_table_of_ways(ways))
+    for line in (*advice(run_plan, arguments), assumptions(plan)):
+        show_line(console, line)
+
+
+def _table_of_plan(plan: planning.Plan, settings: StepSettings) -> Table:
+    table = Table("GB", settings.optimizer)
     table.columns[1].justify = "right"
 
     def row(name: str, amount: int, style: str | None = None) -> None:
@@ -51,16 +55,47 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     row("a step, device to host", plan.to_host)
     row("a step, host to device", plan.to_device)
     table.add_section()
-    if plan.host_s:
-        table.add_row("host work per step, s", f"{plan.host_s:.3g}")
+    if plan.host_work:
+        table.add_row("host work per step, s", f"{plan.seconds['host']:.3g}")
+    if plan.exposed_s:
+        table.add_row("copies and host work never hidden, s", f"{plan.exposed_s:.3g}")
     for each in at_both_rates(plan):
         table.add_row(f"a step at {each.efficiency:.0%} of peak, s", f"{each.step_s:.3g}")
-        table.add_row("  share that computes", f"{each.hidden:.0%}")
+        share = each.seconds["compute"] / each.step_s
+        table.add_row("  share that computes", f"{share:.0%}")
     table.add_section()
     table.add_row("short", ", ".join(plan.short) or "nothing", style="bold")
-    console.print(table)
-    for line in advice(run_plan, arguments):
-        show_line(console, line)
+    return table
+
+
+def _table_of_ways(ways: Sequence[Way]) -> Table:
+    table = Table("", "way", "updates", "GPU, GB", "RAM, GB", "s per step", "short")
+    for i, way in enumerate(ways):
+        plan, takes = way.plan, i == 0 and not way.plan.short
+        table.add_row(
+            "->" if takes else "",
+            way.name,
+            updates_of(way.settings),
+            f"{plan.device_bytes / 1e9:.1f}",
+            f"{plan.host_bytes / 1e9:.1f}",
+            " to ".join(dict.fromkeys(f"{x.step_s:.2g}" for x in at_both_rates(plan)[::-1])),
+            " ".join(f"{place} {gb(lack)}" for place, lack in plan.short.items()),
+            style="bold" if takes else "dim" if plan.short else None,
+        )
+    table.columns[1].no_wrap = True
+    for column in table.columns[3:6]:
+        column.justify = "right"
+    return table
+
+
+def updates_of(run: StepSettings) -> str:
+    """Returns how the updates differ from those of AdamW in float32."""
+    differences = {
+        "late": run.optimizer == "zenflow",
+        "8-bit moments": run.host_state == "compact",
+        "clipping estimated": run.layer_updates == "during_backward" and run.max_grad_norm,
+    }
+    return ", ".join(text for text, differs in differences.items() if differs) or "exact"
 
 
 def at_both_rates(plan: planning.Plan) -> list[planning.Plan]:
@@ -70,62 +105,61 @@ def at_both_rates(plan: planning.Plan) -> list[planning.Plan]:
 
 
 def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
-    """Returns sentences about the run, and at most three commands that fit."""
-    plan = run_plan.plan
-    lines = [verdict(plan)]
+    """Returns the command to use, or what is missing."""
+    lines: list[str] = []
+    plan, run = run_plan.plan, run_plan.settings
     if run_plan.ways:
-        limits = ", without gradients and activations" if plan.by == "shapes" else ""
-        lines.append(f"These commands fit{limits}:")
-        for way in run_plan.ways:
-            sizes = map(gb, (way.plan.device_bytes, way.plan.host_bytes))
-            needs = "device {}, host {}".format(*sizes)
-            lines.append(f"  {command_line(run_plan, way, arguments)}  # {needs}")
-    elif plan.short:
-        lines.append(
-            "No plan with a smaller batch, --remat, --host-state compact or --stream weights fits. "
-            "Use a smaller model, or more devices (--mesh)."
-        )
+        way = run_plan.ways[0]
+        plan, run = way.plan, way.settings
+        if plan.short:
+            lines.append(missing(run_plan.ways))
+        else:
+            lines.append(verdict(plan))
+            lines.append(f"Run: {command_line(way, arguments)}")
     limit = planning.limit_for(plan.pinned)
-    if run_plan.settings.stream == "weights" and limit > planning.limit_for(0):
+    if run.stream == "weights" and limit > planning.limit_for(0):
         lines.append(f"The script sets {planning.LIMIT_NAME}={limit}, if you do not.")
-    lines.append(
+    return lines
+
+
+def assumptions(plan: planning.Plan) -> str:
+    return (
         f"Assumptions: {plan.gpu.flops / 1e12:.0f} TFLOP/s at peak, "
         f"{plan.gpu.bus / 1e9:.0f} GB/s of bus each way, {plan.host_bandwidth / 1e9:.0f} GB/s "
         "of host memory."
     )
-    return lines
+
+
+def missing(ways: Sequence[Way]) -> str:
+    """Returns a sentence about the way that lacks the fewest bytes."""
+    way = min(ways, key=lambda way: sum(way.plan.short.values()))
+    remedies = {"device": "fewer tokens (--batch-size, --sequence-length)", "host": "more RAM"}
+    short = way.plan.short
+    needs = " and ".join(f"{gb(x)} of the {place}: {remedies[place]}" for place, x in short.items())
+    return f"Nothing fits. {way.name} comes closest and lacks {needs}."
 
 
 def verdict(plan: planning.Plan) -> str:
-    """Returns whether the run fits and, if it does, how the work of a step is hidden."""
-    without = "" if plan.by == "compiler" else " without gradients and activations"
-    lacks, rest = plan.short, gb(planning.HOST_RESERVE)
+    """Returns whether the run fits, and what it lacks."""
+    without = "" if planning.TEMPORARIES in plan.device else " without gradients and activations"
+    rest = gb(planning.HOST_RESERVE)
     device = f"{gb(plan.device_bytes)}{without}, jax has {gb(plan.device_capacity_bytes)}"
     host = f"{gb(plan.host_bytes)} plus {rest} for everything else, has "
     needs = {"device": device, "host": host + gb(plan.host_capacity_bytes)}
-    if lacks:
+    if lacks := plan.short:
         short = [f"the {x} is {gb(lack)} short (needs {needs[x]})" for x, lack in lacks.items()]
         return f"Does not fit: {' and '.join(short)}."
     text = f"Fits with {gb(plan.device_capacity_bytes - plan.device_bytes)} of the device to spare"
-    if plan.device_bytes > planning.DEFAULT_FRACTION * plan.gpu.memory:
+    if needs_fraction(plan):
         text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={planning.MAX_FRACTION} is set"
     if without:
         text += f"{without}, which the plan includes after {planning.INSTALL}"
-    slow, fast = at_both_rates(plan)
-    work = ", ".join(f"{name} {x:.2g} s" for name, x in list(slow.seconds.items())[1:] if x)
-    if not work:
-        return f"{text}."
-    least, most = slow.compute_from, fast.compute_from
-    if least is None or most is None:
-        hidden = "No batch hides the copies, which grow with it."
-    elif most <= 1:
-        hidden = "Compute hides the rest at either rate."
-    else:
-        hidden = f"A batch {least:.2g} to {most:.2g} times as large would hide the rest."
-    exposed = f"; {slow.exposed_s:.2g} s are never hidden" if slow.exposed_s else ""
-    return (
-        f"{text}. A step takes {fast.step_s:.2g} to {slow.step_s:.2g} s ({work}{exposed}). {hidden}"
-    )
+    return f"{text}."
+
+
+def needs_fraction(plan: planning.Plan) -> bool:
+    """Returns whether the run needs more of the device than jax uses by default."""
+    return plan.device_bytes > planning.DEFAULT_FRACTION * plan.gpu.memory
 
 
 def gb(number: float) -> str:
@@ -134,11 +168,11 @@ def gb(number: float) -> str:
     return f"{amount:.0f} GB" if amount >= 100 else f"{amount:.1f} GB"
 
 
-def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
-    """Returns the command for these settings, based on the planned command."""
+def command_line(way: Way, arguments: Sequence[str]) -> str:
+    """Returns the command for a way, based on the planned command."""
     dropped = {field.name for field in dataclasses.fields(Planning)} | way.changes.keys()
     words, keep = PROGRAM.split(), True
-    if way.plan.device_bytes > planning.DEFAULT_FRACTION * run_plan.plan.gpu.memory:
+    if needs_fraction(way.plan):
         words.insert(0, f"XLA_PYTHON_CLIENT_MEM_FRACTION={planning.MAX_FRACTION}")
     for word in arguments:
         if word.startswith("--"):
@@ -146,6 +180,4 @@ def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
             keep = name.removeprefix("no_") not in dropped
         if keep:
             words.append(word)
-    for name, value in way.changes.items():
-        words += option_words(name, value)
-    return shlex.join(words)
+    return f"{shlex.join(words)} {way.options}"

@@ -31,9 +31,9 @@ from zenflow_jax._checkpoint.tree import (
 )
 from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of
 from zenflow_jax._exchange.progress import Lifecycle, Progress
+from zenflow_jax._exchange.tokens import Tokens
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from zenflow_jax._device.memory import HOST
-from zenflow_jax._device.shards import Layout
+from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import RunState
@@ -124,9 +124,9 @@ def _arrays_of(spec: LeafSpec, mail: Any) -> dict[str, Any]:
     sharding = mail.sharding
     wide = each = None
     if isinstance(sharding, NamedSharding):
-        layout, mesh = Layout(spec), sharding.mesh
-        wide = NamedSharding(mesh, layout.part, memory_kind=HOST)
-        each = NamedSharding(mesh, layout.channels, memory_kind=HOST)
+        shard, mesh = Shard(spec), sharding.mesh
+        wide = NamedSharding(mesh, shard.at_host(), memory_kind=HOST)
+        each = NamedSharding(mesh, shard.at_channels(), memory_kind=HOST)
     elif sharding is not None:
         (device,) = sharding.device_set
         wide = each = SingleDeviceSharding(device, memory_kind=HOST)
@@ -134,7 +134,8 @@ def _arrays_of(spec: LeafSpec, mail: Any) -> dict[str, Any]:
     def counts(n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*spec.stack, n), np.int32, sharding=each)
 
-    arrays = {name: jax.ShapeDtypeStruct(spec.shape, np.float32, sharding=wide) for name in WIDE}
+    shape = spec.on_host.shape
+    arrays = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=wide) for name in WIDE}
     arrays["steps"] = counts(spec.n)
     if spec.k:  # orbax cannot write empty arrays
         # The channels that were selected while the pending update's window was open.

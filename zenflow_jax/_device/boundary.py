@@ -21,7 +21,18 @@ from zenflow_jax._device.channels import (
     take,
     top_channels,
 )
-from zenflow_jax._device.shards import Shard, each_leaf, join, row, split
+from zenflow_jax._device.shards import (
+    BLOCK,
+    CHANNELS,
+    EACH_DEVICE,
+    HOST_ORDER,
+    PART,
+    Shard,
+    each_leaf,
+    join,
+    row,
+    split,
+)
 from zenflow_jax._device.state import LeafState, cut, cut_state, put, put_state
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._spec.leaf import LeafSpec
@@ -37,9 +48,9 @@ def split_uploads(uploads: Sequence[Any], specs: Sequence[LeafSpec]) -> tuple[li
 
 
 def _becomes_weight(spec: LeafSpec) -> bool:
-    """Returns whether a leaf's upload is as large as its parameter on each device."""
+    """Returns whether a leaf's upload has its parameter's shape on each device."""
     gathered = spec.placement is not None and any(spec.placement.shares)
-    return spec.start is None and not gathered
+    return spec.start is None and not gathered and not spec.trailing
 
 
 # A merge consumes uploads, never the caller's parameters, which may still be in use. An upload of
@@ -61,15 +72,15 @@ def merge(
         block = shard.block
         either = (contains(x.reshape(*block.stack, block.k), block.n) for x in (during, after))
         selected = broadcast_channels(next(either) | next(either), block)
-        return jnp.where(selected, weight, shard.gather(upload))
+        return jnp.where(selected, weight, shard.gather(block.turned(upload)))
 
     uploads = {True: iter(donated), False: iter(kept)}
     widths = channel_widths(specs)
     new = each_leaf(
         merge_leaf,
         specs,
-        lambda lay: [lay.block, lay.part, lay.each_device, lay.each_device],
-        lambda lay: lay.block,
+        [BLOCK, HOST_ORDER, EACH_DEVICE, EACH_DEVICE],
+        BLOCK,
         map(cut, weights, specs),
         (next(uploads[_becomes_weight(spec)]) for spec in specs),
         split(during, widths),
@@ -84,8 +95,8 @@ def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
     rows = each_leaf(
         lambda shard, x: row(shard.to_local(x)),
         specs,
-        lambda lay: [lay.channels],
-        lambda lay: lay.each_device,
+        [CHANNELS],
+        EACH_DEVICE,
         channels,
     )
     return join(list(rows))
@@ -118,8 +129,8 @@ def choose(
     made = each_leaf(
         choose_in_leaf,
         specs,
-        lambda lay: [lay.block, lay.channels, lay.channels, lay.part],
-        lambda lay: (lay.channels, lay.part, lay.channels),
+        [BLOCK, CHANNELS, CHANNELS, PART],
+        (CHANNELS, PART, CHANNELS),
         map(cut, weights, specs),
         scores,
         channels,
@@ -141,8 +152,8 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
     new = each_leaf(
         enter_leaf,
         specs,
-        lambda lay: [lay.block, lay.part, lay.channels],
-        lambda lay: lay.block,
+        [BLOCK, PART, CHANNELS],
+        BLOCK,
         map(cut, weights, specs),
         masters,
         channels,

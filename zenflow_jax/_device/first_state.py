@@ -16,8 +16,8 @@ from zenflow_jax._device.channels import take
 from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, with_rank
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.samples import fingerprints
-from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
-from zenflow_jax._device.state import LeafState, LeafStates, Static, ZenFlowState, leaf_layout
+from zenflow_jax._device.shards import BLOCK, HOST_ORDER, REPLICATED, Shard, on_each_device
+from zenflow_jax._device.state import LeafState, LeafStates, Static, ZenFlowState, places_of
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import StepScalars
@@ -60,9 +60,7 @@ def _build(
 ) -> ZenFlowState:
     leaves = []
     for p, spec in zip(weights, specs, strict=True):
-        make = on_each_device(
-            partial(_first_leaf, spec=spec), spec, [Layout(spec).block], leaf_layout(spec)
-        )
+        make = on_each_device(partial(_first_leaf, spec=spec), spec, [BLOCK], places_of(spec))
         leaves.append(make(p))
     # Tokens start from a number that differs between runs, but not when a run is repeated, so that
     # an engine recognizes another run's state. The number is computed from a few leaves.
@@ -124,14 +122,13 @@ def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int)
     if not sending.in_step:
         rank = len(spec.shape)
     elif spec.placement is None:
-        return host_zeros(spec.shape, spec.mail_dtype, rank, p)
+        return host_zeros(spec.on_host.shape, spec.mail_dtype, rank, p)
 
     def zeros(shard: Shard, _: jax.Array) -> jax.Array:
-        shape = shard.part.shape if sending.in_step else (1,) * len(spec.shape)
+        shape = shard.part.on_host.shape if sending.in_step else (1,) * len(spec.shape)
         return with_rank(jnp.zeros(shape, spec.mail_dtype), rank)
 
-    layout = Layout(spec)
-    mail = on_each_device(zeros, spec, [layout.block], layout.mail(rank))(p)
+    mail = on_each_device(zeros, spec, [BLOCK], partial(HOST_ORDER, rank=rank))(p)
     return to_host(mail, rank) if sending.in_step else mail
 
 
@@ -154,5 +151,5 @@ def _first_scalars(
     if not placed:
         return StepScalars(*zeros())
     p, spec = placed[0]
-    scalars = on_each_device(zeros, spec, [Layout(spec).block], REPLICATED)(p)
+    scalars = on_each_device(zeros, spec, [BLOCK], REPLICATED)(p)
     return StepScalars(*(to_host(x, rank) if in_step else x for x in scalars))

@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._device.leaves import first_names, match_leaves
 from zenflow_jax._device.memory import HOST, read
-from zenflow_jax._device.shards import REPLICATED, Layout
+from zenflow_jax._device.shards import REPLICATED, Shard
 from zenflow_jax._device.state import (
     LeafState,
     ZenFlowState,
     find_state,
-    leaf_layout,
+    places_of,
     replace_state,
 )
 from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
@@ -98,13 +98,14 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
     mail_kind = HOST if state.send_gradients.in_step else None
 
     def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
-        layout = leaf_layout(leaf.spec)
+        layout = Shard(leaf.spec).partition(places_of(leaf.spec))
         return jax.tree.map(partial(put, like=parameter.sharding), leaf, layout)
 
     def put_mail(mail: Any, leaf: LeafState, parameter: Any) -> Any:
         if mail is None:
             return None
-        return put(mail, Layout(leaf.spec).mail(len(mail.shape)), mail_kind, parameter.sharding)
+        spec = Shard(leaf.spec).at_host(len(mail.shape))
+        return put(mail, spec, mail_kind, parameter.sharding)
 
     mail = tuple(map(put_mail, state.mail, state.leaves, leaves))
     alike = state._replace(leaves=None, mail=None, step_scalars=None)

@@ -22,38 +22,12 @@ from zenflow_jax._spec.mesh import MeshAxes, explicit_axes, mesh_axes, partition
 REPLICATED = PartitionSpec()
 
 
-class Layout:
-    """The partition specs for a leaf's arrays; all are `REPLICATED` for a leaf on one device.
-
-    Attributes:
-        block: For the parameter and its updates.
-        part: For gradients, masters and moments, whole or selected.
-        channels: For arrays with one entry per channel, `(*stack, n)` or `(*stack, k)`.
-        each_device: For values that differ on every device, joined along the first axis.
-    """
-
-    def __init__(self, spec: LeafSpec):
-        place = spec.placement
-        self._place, self._rank = place, len(spec.shape)
-        self.block = self.part = self.channels = self.each_device = REPLICATED
-        if place is None:
-            return
-        self.block, self.part = partition_spec(place.block), partition_spec(place.part)
-        self.each_device = PartitionSpec(tuple(place.mesh.axis_names))
-        if spec.axis is not None:
-            stack = place.block[: len(spec.stack)]
-            self.channels = partition_spec((*stack, place.block[spec.axis]))
-
-    def mail(self, rank: int) -> PartitionSpec:
-        """Returns the spec of a part with mail's unit axes, which `memory.with_rank` adds."""
-        if self._place is None:
-            return REPLICATED
-        part, unit = self._place.part, ((),) * (rank - self._rank)
-        return partition_spec((*part[:-2], *unit, *part[-2:]))
-
-
 class Shard:
-    """A leaf as one device sees it, inside `on_each_device`.
+    """A leaf as one device sees it: its pieces of the leaf's arrays, and where these lie on a mesh.
+
+    The `at_` methods return the partition specs of the leaf's global arrays, which are all
+    `REPLICATED` for a leaf on one device. `on_each_device` passes a shard to its function, which
+    may also use the other methods: they communicate.
 
     Attributes:
         block: The leaf's spec, as if this device's block were the whole parameter.
@@ -62,12 +36,47 @@ class Shard:
     """
 
     def __init__(self, spec: LeafSpec):
-        place = spec.placement
-        self._place = place
-        self._spec = spec
-        self.block = spec if place is None else _cut(spec, place.block)
-        self.part = spec if place is None else _cut(spec, place.part)
-        self.shares: MeshAxes = ((),) * len(spec.shape) if place is None else place.shares
+        self._spec, self._place = spec, spec.placement
+        self.block = self.part = spec
+        self.shares: MeshAxes = ((),) * len(spec.shape)
+        if self._place is not None:
+            self.block, self.part = _cut(spec, self._place.block), _cut(spec, self._place.part)
+            self.shares = self._place.shares
+
+    def at_block(self) -> PartitionSpec:
+        """Returns the partition spec for the parameter and its updates."""
+        return REPLICATED if self._place is None else partition_spec(self._place.block)
+
+    def at_part(self) -> PartitionSpec:
+        """Returns the spec for gradients, masters and moments on the device, whole or selected."""
+        return REPLICATED if self._place is None else partition_spec(self._place.part)
+
+    def at_host(self, rank: int | None = None) -> PartitionSpec:
+        """Returns the spec for mail and uploads, whose axes have the order of `LeafSpec.on_host`.
+
+        `rank` includes the unit axes that `memory.with_rank` adds.
+        """
+        place, own = self._spec.on_host.placement, len(self._spec.shape)
+        if place is None:
+            return REPLICATED
+        unit = ((),) * ((rank or own) - own)
+        return partition_spec((*place.part[:-2], *unit, *place.part[-2:]))
+
+    def at_channels(self) -> PartitionSpec:
+        """Returns the spec for arrays with one entry per channel: `(*stack, n or k)`."""
+        spec, place = self._spec, self._place
+        if place is None or spec.axis is None:
+            return REPLICATED
+        return partition_spec((*place.block[: len(spec.stack)], place.block[spec.axis]))
+
+    def at_each_device(self) -> PartitionSpec:
+        """Returns the spec for values that differ on every device, joined along the first axis."""
+        place = self._place
+        return REPLICATED if place is None else PartitionSpec(tuple(place.mesh.axis_names))
+
+    def partition(self, places: Any) -> Any:
+        """Returns a tree of partition specs from a tree of places, such as `BLOCK`."""
+        return jax.tree.map(lambda x: x if isinstance(x, PartitionSpec) else x(self), places)
 
     def to_local(self, channels: jax.Array) -> jax.Array:
         """Converts the leaf's `channels` to numbers on this device, which must hold all of them."""
@@ -130,22 +139,28 @@ def _psum(x: jax.Array, names: Sequence[str]) -> jax.Array:
     return jax.lax.psum(x, tuple(names)) if names else x
 
 
+#: Where a leaf's arrays lie, for `on_each_device`; `Shard` explains each.
+BLOCK, PART, HOST_ORDER = Shard.at_block, Shard.at_part, Shard.at_host
+CHANNELS, EACH_DEVICE = Shard.at_channels, Shard.at_each_device
+
+
 def on_each_device(
-    f: Callable[..., Any], spec: LeafSpec, in_specs: Sequence[Any], out_specs: Any
+    f: Callable[..., Any], spec: LeafSpec, takes: Sequence[Any], gives: Any
 ) -> Callable[..., Any]:
     """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
-    `in_specs` contains a partition spec, or a prefix tree of specs, for each argument; None allows
-    any value. `out_specs` is the spec, or tree of specs, for the result.
+    `takes` contains a place, or a prefix tree of places, for each argument, such as `BLOCK`; None
+    allows any value. `gives` is the place, or tree of places, for the result.
     """
     shard = Shard(spec)
     place = spec.placement
     if place is None:
         return lambda *args: f(shard, *args)
+    in_specs, out_specs = shard.partition((tuple(takes), gives))
 
     def mapped(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        specs = jax.tree.leaves(jax.tree.broadcast(tuple(in_specs), args))
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
         mesh = place.running_mesh(leaves)
         if explicit := explicit_axes(mesh):
             # With Explicit axes, jax does not move an argument to where `in_specs` expects it.
@@ -187,14 +202,13 @@ def _only(names: Collection[str], spec: PartitionSpec) -> PartitionSpec:
 def each_leaf(
     f: Callable[..., Any],
     specs: Sequence[LeafSpec],
-    in_specs: Callable[[Layout], Sequence[Any]],
-    out_specs: Callable[[Layout], Any],
+    takes: Sequence[Any],
+    gives: Any,
     *columns: Iterable[Any],
 ) -> Iterator[Any]:
     """Runs `on_each_device` for one leaf after another; a column contains every leaf's argument."""
     for spec, *args in zip(specs, *columns, strict=True):
-        layout = Layout(spec)
-        yield on_each_device(f, spec, in_specs(layout), out_specs(layout))(*args)
+        yield on_each_device(f, spec, takes, gives)(*args)
 
 
 def placed_gradient(g: jax.Array, spec: LeafSpec) -> jax.Array:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.tree_util import SequenceKey
 from jaxtyping import Array, Float, Float32, Int32
 
-from zenflow_jax._device.shards import REPLICATED, Layout
+from zenflow_jax._device.shards import CHANNELS, PART, REPLICATED
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import StepScalars
@@ -109,8 +109,9 @@ class ZenFlowState(NamedTuple):
         leaves: A sequence with each parameter leaf's state, in order, and with the settings in its
             treedef. It is not a tree like the parameters, because flax nnx passes different trees
             to init and update.
-        mail: A tuple with each leaf's gradient; None for a resident leaf. `exchange` replaces it
-            after every step.
+        mail: A tuple with each leaf's gradient; None for a resident leaf. If channels are a leaf's
+            last axis, the last two axes are exchanged, as everywhere on the host. `exchange`
+            replaces mail after every step.
         token: int32 (). The step token, which `exchange` sets; -1 after a step.
         step_scalars: The scalars in the mail.
         layout: int32 (). The state's layout number (`_version.py`), in a dict under a name that
@@ -159,17 +160,15 @@ class ZenFlowState(NamedTuple):
         return "\n  ".join(["ZenFlowState(", *lines]) + "\n)"
 
 
-def leaf_layout(spec: LeafSpec) -> LeafState:
-    """Returns the partition specs of a leaf's state."""
-    lay: Any = Layout(spec)  # partition specs instead of arrays
-    everywhere: Any = REPLICATED
-    each: Any = None if spec.resident else lay.channels
+def places_of(spec: LeafSpec) -> LeafState:
+    """Returns the places of a leaf's state, for `on_each_device`."""
+    each = None if spec.resident else CHANNELS
     return LeafState(
         channels=each,
-        steps=everywhere if spec.resident else each,
-        master=lay.part if spec.keeps_master else None,
-        mu=lay.part,
-        nu=lay.part,
+        steps=each or REPLICATED,
+        master=PART if spec.keeps_master else None,
+        mu=PART,
+        nu=PART,
         scores=each,
         spec=spec,
     )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax._device.channels import contains
-from zenflow_jax._device.shards import REPLICATED, Layout, Shard, each_leaf, on_each_device
+from zenflow_jax._device.shards import CHANNELS, REPLICATED, Shard, each_leaf, on_each_device
 from zenflow_jax._device.state import Leaves
 from zenflow_jax._device.step import Verdict
 from zenflow_jax._spec.leaf import LeafSpec
@@ -36,8 +36,7 @@ def _root_mean_squares(
     squares: jax.Array, channels: jax.Array | None, factor: jax.Array, spec: LeafSpec
 ) -> jax.Array:
     """Returns root mean squares of a leaf's clipped gradient: float32 [deferred, selected]."""
-    layout = Layout(spec)
-    sums = on_each_device(_sums, spec, [layout.channels, layout.channels], REPLICATED)
+    sums = on_each_device(_sums, spec, [CHANNELS, CHANNELS], REPLICATED)
     each = math.prod(spec.shape) // spec.n
     counts = jnp.array([each * (spec.n - spec.k), each * spec.k], jnp.float32)
     return jnp.sqrt(sums(squares, channels) * jnp.square(factor) / counts)
@@ -60,8 +59,8 @@ def kept_share(
     sums = each_leaf(
         _selected_and_best,
         specs,
-        lambda lay: [lay.channels, lay.channels],
-        lambda lay: (REPLICATED, REPLICATED),
+        [CHANNELS, CHANNELS],
+        (REPLICATED, REPLICATED),
         scores,
         channels,
     )

@@ -22,8 +22,17 @@ from zenflow_jax._device.channels import (
     take,
 )
 from zenflow_jax._device.memory import to_host, with_rank
-from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device, placed_gradient
-from zenflow_jax._device.state import LeafState, leaf_layout
+from zenflow_jax._device.shards import (
+    BLOCK,
+    CHANNELS,
+    HOST_ORDER,
+    PART,
+    REPLICATED,
+    Shard,
+    on_each_device,
+    placed_gradient,
+)
+from zenflow_jax._device.state import LeafState, places_of
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import AdamScalars
@@ -45,20 +54,22 @@ class GradientParts(NamedTuple):
     mail: Any  # None for a resident leaf
 
 
+# Inlined, so a jitted step's program does not change, but jax traces all similar leaves only once.
+@partial(jax.jit, static_argnames=("spec", "sending", "rank", "signs", "packing"), inline=True)
 def split_gradient(
     g: jax.Array,
-    spec: LeafSpec,
     channels: jax.Array | None,
+    *,
+    spec: LeafSpec,
     sending: SendGradients,
     rank: int,
-    *,
     signs: bool,
     packing: type | None = None,
 ) -> GradientParts:
     """Reads all values that a step needs from a whole gradient, in the gradient's own dtype.
 
-    `rank` is the rank of mail in host memory. `signs` requests the signs for a provisional step;
-    `packing` is the dtype that they are packed in.
+    Pass `LeafSpec.anonymous`. `rank` is the rank of mail in host memory. `signs` requests the signs
+    for a provisional step; `packing` is the dtype that they are packed in.
     """
     crosses = not spec.resident and sending.in_step
     if not crosses:
@@ -67,55 +78,30 @@ def split_gradient(
     # A stack's whole gradient exists when its scan ends, so packing its signs does not save memory.
     if packing is None and crosses and not spec.stack:
         packing = jnp.uint8
-    seen = _see(placed_gradient(g, spec), channels, spec.anonymous, rank, signs, packing)
+
+    def split(shard: Shard, g: jax.Array, channels: jax.Array | None) -> GradientParts:
+        spec = shard.part
+        squares = sum_squares(g, spec)
+        if channels is None:
+            return GradientParts(shard.sum(squares), g, None, None)
+        selected = take(g, shard.to_local(channels), spec)
+        # The signs replace the gradient until it is known whether the step counts: four to a byte,
+        # they are 0.23 bytes per parameter at a model's peak, instead of all gradients' 1.8.
+        sign = _pack_signs(g, _packed_axis(shard), packing) if signs and packing else None
+        # The barrier makes the copy the gradient's last use. The end of the copy then frees the
+        # gradient, so the scheduler starts it as soon as the backward pass has computed the leaf.
+        # Without the barrier, XLA:GPU delays some models' copies, and keeps all their gradients,
+        # until after the last matmul: 6.0 instead of 4.4 bytes per parameter (benchmarks/LOG.md,
+        # gpu_program). The barrier also applies to a gradient that stays on the device, so that
+        # except for the copies, the programs and results are equal.
+        g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
+        mail = with_rank(spec.turned(g).astype(spec.mail_dtype), rank)
+        sign = g if signs and not packing else sign
+        return GradientParts(shard.sum(squares), selected, sign, mail)
+
+    gives = GradientParts(CHANNELS, PART, PART, partial(HOST_ORDER, rank=rank))
+    seen = on_each_device(split, spec, [PART, CHANNELS], gives)(placed_gradient(g, spec), channels)
     return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
-
-
-# Inlined, so a jitted step's program does not change, but jax traces all similar leaves only once.
-@partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=True)
-def _see(
-    g: jax.Array,
-    channels: jax.Array | None,
-    spec: LeafSpec,
-    rank: int,
-    signs: bool,
-    packing: type | None,
-) -> GradientParts:
-    layout = Layout(spec)
-    see = on_each_device(
-        partial(_split, rank=rank, signs=signs, packing=packing),
-        spec,
-        [layout.part, layout.channels],
-        GradientParts(layout.channels, layout.part, layout.part, layout.mail(rank)),
-    )
-    return see(g, channels)
-
-
-def _split(
-    shard: Shard,
-    g: jax.Array,
-    channels: jax.Array | None,
-    *,
-    rank: int,
-    signs: bool,
-    packing: type | None,
-) -> GradientParts:
-    spec = shard.part
-    squares = sum_squares(g, spec)
-    if channels is None:
-        return GradientParts(shard.sum(squares), g, None, None)
-    selected = take(g, shard.to_local(channels), spec)
-    # The signs replace the gradient until it is known whether the step counts.
-    sign = _pack_signs(g, _packed_axis(shard), packing) if signs and packing else None
-    # The barrier makes the copy the gradient's last use. The end of the copy then frees the
-    # gradient, so the scheduler starts it as soon as the backward pass has computed the leaf.
-    # Without the barrier, XLA:GPU delays some models' copies, and keeps all their gradients, until
-    # after the last matmul (benchmarks/LOG.md, gpu_program). The barrier also applies to a gradient
-    # that stays on the device, so that except for the copies, the programs and results are equal.
-    g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
-    mail = with_rank(g.astype(spec.mail_dtype), rank)
-    sign = g if signs and not packing else sign
-    return GradientParts(shard.sum(squares), selected, sign, mail)
 
 
 def _packed_axis(shard: Shard) -> int:
@@ -227,20 +213,16 @@ def _step_similar(
     seen: GradientParts,
     leaf: LeafState,
     fixed: Sequence[float | None],
-    others: Sequence[jax.Array | None],
-    verdict: Verdict,
-    length: jax.Array | None,
+    *others: Any,
 ) -> tuple[jax.Array, LeafState]:
-    scalars = AdamScalars(*(y if x is None else x for x, y in zip(fixed, others, strict=True)))
-    lay, state = Layout(leaf.spec), leaf_layout(leaf.spec)
-    parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
-    step = on_each_device(
-        _step,
-        leaf.spec,
-        [lay.block, parts, state, REPLICATED, REPLICATED, REPLICATED],
-        (lay.block, state),
-    )
-    return step(p, seen, leaf, scalars, verdict, length)
+    def step(shard: Shard, p: Any, seen: Any, leaf: Any, computed: Any, *rest: Any) -> Any:
+        scalars = (y if x is None else x for x, y in zip(fixed, computed, strict=True))
+        return _step(shard, p, seen, leaf, AdamScalars(*scalars), *rest)
+
+    places = places_of(leaf.spec)
+    parts = GradientParts(CHANNELS, PART, PART, mail=None)
+    takes = [BLOCK, parts, places, *[REPLICATED] * len(others)]
+    return on_each_device(step, leaf.spec, takes, (BLOCK, places))(p, seen, leaf, *others)
 
 
 def _step(
@@ -284,11 +266,13 @@ def _step(
         change = shard.gather(jnp.where(verdict.finite, change, jnp.zeros_like(change)))
     if index is None:
         return change, leaf
-    unselected = None
+    place = positions(index, shard.block.n)
+    change = gather_to_channels(change, place, shard.block)
+    unselected = jnp.zeros_like(change)
     if length is not None:
         sign = _signs_of_block(shard, seen.signs).astype(jnp.float32)
         unselected = provisional_change(p, length * sign)
-    change = _spread_out(shard, change, index, unselected)
+    change = jnp.where(broadcast_channels(place >= 0, shard.block), change, unselected)
     assert leaf.scores is not None
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
     return change, leaf.replace(scores=if_counted(scores, leaf.scores))
@@ -324,13 +308,3 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     normal = jnp.abs(x) >= float(kind.smallest_normal)
     reduced = jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
     return jnp.where(normal, reduced, x.astype(dtype).astype(jnp.float32))
-
-
-def _spread_out(
-    shard: Shard, change: jax.Array, index: jax.Array, unselected: jax.Array | None
-) -> jax.Array:
-    """Returns a block's change: `change` on selected channels, `unselected` or 0 on all others."""
-    place = positions(index, shard.block.n)
-    change = gather_to_channels(change, place, shard.block)
-    unselected = jnp.zeros_like(change) if unselected is None else unselected
-    return jnp.where(broadcast_channels(place >= 0, shard.block), change, unselected)

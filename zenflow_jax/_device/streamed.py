@@ -182,10 +182,10 @@ _passed.defvjp(_forward, _backward)
 def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
     seen = split_gradient(
         g,
-        sending.spec,
         channels.astype(jnp.int32),
-        SendGradients.DURING_STEP,
-        sending.rank,
+        spec=sending.spec,
+        sending=SendGradients.DURING_STEP,
+        rank=sending.rank,
         signs=sending.signs,
         packing=jnp.uint32,
     )

@@ -55,12 +55,13 @@ def plot_timeline(
     if not last:
         raise ValueError("The timeline has no step. Call `exchange` before you draw it.")
     start = last[0].start
-    end = max(span.end for span in timeline if span.start <= last[-1].end)
+    shown = [span for span in timeline if span.end > start and span.start <= last[-1].end]
+    end = max(span.end for span in shown)
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for place, (row, colours) in enumerate(_COLOURS.items()):
         for kind, colour in colours.items():
-            spans = [x for x in timeline if (x.row, x.kind) == (row, kind) and x.end > start]
+            spans = [span for span in shown if (span.row, span.kind) == (row, kind)]
             # Waits are drawn inside their call, whose edges stay visible.
             height = 0.5 if row == "caller" and kind.startswith("wait") else 0.72
             axes.broken_barh(

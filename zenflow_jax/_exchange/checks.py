@@ -1,7 +1,7 @@
 """Checks the arguments that users pass to `HostEngine` and to its methods.
 
 Each call compares shardings with the last correct shardings, because a compiled step returns the
-same objects every time. Step tokens prove that no mail was lost.
+same objects every time.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from zenflow_jax._device.leaves import LOOPS, Places, check_leaves
-from zenflow_jax._device.memory import put_everywhere, read
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import (
     check_arrays,
     check_in_place,
@@ -27,16 +27,9 @@ from zenflow_jax._device.placing import (
 from zenflow_jax._device.state import ZenFlowState, find_state, has_state
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.leaf import as_pure
-from zenflow_jax._spec.rules import SendGradients, check_one_of
-from zenflow_jax._spec.scalars import USED
+from zenflow_jax._spec.rules import SendGradients
 
 _logger = logging.getLogger("zenflow_jax")
-
-
-def is_compact(host_state: Any) -> bool:
-    """Returns whether the host keeps moments in 8 bits; rejects an invalid `host_state`."""
-    check_one_of("host_state", host_state, ("float32", "compact"))
-    return host_state == "compact"
 
 
 def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any]]:
@@ -176,100 +169,6 @@ class StateChecker:
 
 def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
     return len(current) == len(last) and all(map(operator.is_, current, last))
-
-
-class Tokens:
-    """The step tokens of one engine's states. Must be used from one thread only.
-
-    `number` identifies the run, and is equal in all processes. Two runs that resume from the same
-    checkpoint have different tokens.
-    """
-
-    def __init__(self, state: ZenFlowState):
-        self.last = state.token  # the token in the last returned state
-        self.number = int(read(state.token))  # the token as a Python number
-        self.run = 0  # the run's random number, set once the processes have agreed on it
-        # The token and number that a flush has replaced since the last step.
-        self._replaced: tuple[jax.Array, int] | None = None
-        self._stepped = False  # whether the engine has seen a step
-        self._repeated = False  # whether the last returned state was passed again
-
-    def advance(self, step: int, like: jax.Array) -> int:
-        """Makes the token for the state after `step`; returns the number in the step's mail."""
-        number, self._replaced = self.number, None
-        self._stepped, self._repeated = True, False
-        self._make(self.run + step, like)
-        return number
-
-    def renew(self, like: jax.Array) -> jax.Array:
-        """Makes a new token after a flush, so that the old state is rejected."""
-        self._replaced = (self.last, self.number)
-        self._make(self.number + 500_009, like)
-        return self.last
-
-    def is_repeated(self, state: ZenFlowState) -> bool:
-        """Returns whether this is the last returned state, passed again for the first time.
-
-        Trainers that run their hooks again at the end pass this state. So does a loop that drops
-        its step's results; `check_new_step` then rejects its next step.
-        """
-        if self._repeated or not self._stepped or state.token is not self.last:
-            return False
-        self._repeated = True
-        return True
-
-    def check_new_step(self, state: ZenFlowState) -> None:
-        """Rejects a state without a new step since the last call, and a dropped step."""
-        self._check_flushed(state)
-        if state.token is self.last:
-            raise RuntimeError(
-                "`exchange` got the state that it returned last, not the state of a new step. Call "
-                "it once after each step, with the step's results."
-            )
-        if self._repeated:
-            raise RuntimeError(
-                "A step was dropped: the last two calls to `exchange` got the same state, and now "
-                "another step follows. Call `exchange` after each step, with the step's results. "
-                "To continue training after a trainer has run its last hooks, call `flush` first."
-            )
-
-    def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
-        """Rejects any state but the last returned state; returns whether `state` is a copy of it.
-
-        A step without an update (a micro-batch of `optax.MultiSteps`) makes a copy; if so, waits
-        for that step.
-        """
-        self._check_flushed(state)
-        self._repeated = False  # training may continue after a flush
-        if state.token is self.last:
-            return False
-        number = int(read(state.token))
-        if number == self.number:
-            return True
-        raise RuntimeError(
-            f"The step's mail has not been exchanged yet. Call `exchange` first, then `{name}`."
-            if number == USED
-            else "The state is from another step or run. Pass the state that the last `exchange` "
-            f"returned to `{name}`."
-        )
-
-    def _check_flushed(self, state: ZenFlowState) -> None:
-        """Rejects the state that the last flush replaced, a copy of it, or a step taken from it."""
-        if self._replaced is None or state.token is self.last:
-            return
-        replaced, number = self._replaced
-        if state.token is not replaced:
-            sent = jax.tree.map(read, state.step_scalars)
-            if number not in (int(read(state.token)), int(sent.unpack().token)):
-                return
-        raise RuntimeError(
-            "Parameters and state are older than the last `flush`, and lack its updates. Continue "
-            "with the flush's results: `params, opt_state = engine.flush(params, opt_state)`."
-        )
-
-    def _make(self, number: int, like: jax.Array) -> None:
-        self.number = number & 0x7FFFFFFF  # never USED, which is negative
-        self.last = put_everywhere(np.int32(self.number), like.shape, like.sharding)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,15 @@ from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
-from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState, leaf_layout
+from zenflow_jax._device.shards import (
+    BLOCK,
+    CHANNELS,
+    EACH_DEVICE,
+    REPLICATED,
+    Shard,
+    on_each_device,
+)
+from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState, places_of
 from zenflow_jax._device.step import provisional_change
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 from zenflow_jax._spec.schedule import Schedule
@@ -52,7 +59,6 @@ class Integrity:
         self._specs = [leaf.spec for leaf in state.leaves]
         # Runs that differ only in windows share programs.
         same = {"window": 1, "select": 1, "groups": 1, "staleness": None, "window_scaling": False}
-        same |= {"auto_window": None, "auto_select": None}
         share = state.schedule.provisional_share or 0.0
         schedule = dataclasses.replace(state.schedule, **same, provisional_share=share)
         self._schedule, self._all = schedule, everything
@@ -114,9 +120,8 @@ def _alone(leaf: LeafState) -> LeafState:
 
 @partial(jax.jit, static_argnums=2)
 def _note(weight: Array, leaf: LeafState, all_: bool) -> _Values:
-    layout = Layout(leaf.spec)
-    takes = [layout.block, None if leaf.channels is None else layout.channels]
-    look = on_each_device(partial(_look, all_=all_), leaf.spec, takes, layout.each_device)
+    takes = [BLOCK, None if leaf.channels is None else CHANNELS]
+    look = on_each_device(partial(_look, all_=all_), leaf.spec, takes, EACH_DEVICE)
     return look(weight, leaf.channels)
 
 
@@ -161,8 +166,8 @@ def _compare(
             wrong += jnp.sum(stray, dtype=jnp.int32)
         return shard.sum_everywhere(wrong)
 
-    layout, state = Layout(leaf.spec), leaf_layout(leaf.spec).replace(scores=None)
-    takes = [layout.block, layout.each_device, state, *[REPLICATED] * 3]
+    places = places_of(leaf.spec).replace(scores=None)
+    takes = [BLOCK, EACH_DEVICE, places, *[REPLICATED] * 3]
     scalars = jnp.stack(facts.adam.scaled(leaf.spec.lr_scale))
     counted = on_each_device(count, leaf.spec, takes, REPLICATED)
     return counted(weight, old, leaf, scalars, facts.step, facts.finite)

@@ -13,9 +13,9 @@ import jax
 
 from zenflow_jax._device.memory import zeros_like
 from zenflow_jax._device.state import Leaves, ZenFlowState
-from zenflow_jax._exchange.checks import Tokens
 from zenflow_jax._exchange.messages import Mail
 from zenflow_jax._exchange.pinned import IN_FLIGHT
+from zenflow_jax._exchange.tokens import Tokens
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._spec.scalars import StepScalars
 
@@ -23,8 +23,9 @@ from zenflow_jax._spec.scalars import StepScalars
 class Mailbox:
     """Sends mail from the caller's side. Must be used from one thread only."""
 
-    def __init__(self, worker: Worker, state: ZenFlowState, tokens: Tokens):
-        self._worker, self._tokens = worker, tokens
+    def __init__(self, worker: Worker, state: ZenFlowState):
+        self.tokens = Tokens(state)
+        self._worker = worker
         self._sending = state.send_gradients
         self._placeholders = state.mail, state.step_scalars
         # Whether each leaf still owns its placeholder. A step with a branch reads placeholders, and
@@ -41,7 +42,7 @@ class Mailbox:
             self._take_back()
         # Call this before posting the mail: it releases the GIL, and after posting, the caller
         # would get the GIL back only when the worker's threads have visited every leaf.
-        token = self._tokens.advance(step, state.token)
+        token = self.tokens.advance(step, state.token)
         gradients = [x for x in state.mail if x is not None]
         mail = Mail(step, token, gradients, state.step_scalars, not self._sending.in_step)
         self._worker.post(mail)
@@ -62,7 +63,7 @@ class Mailbox:
         return state._replace(
             leaves=state.leaves.replace(leaves),
             mail=mail,
-            token=self._tokens.last,
+            token=self.tokens.last,
             step_scalars=step_scalars,
         )
 

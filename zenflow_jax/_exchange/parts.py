@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import read, shape_with_rank, upload, without_units
-from zenflow_jax._device.shards import Layout, Shard
+from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
@@ -32,8 +32,9 @@ class Part:
 
     leaf: int  # number among the offloaded leaves
     piece: int  # number of the device's piece; all ranges of a stacked leaf share a piece
-    spec: LeafSpec  # the spec as if the part were the whole leaf
-    index: tuple[slice, ...]  # the part's place in the leaf
+    spec: LeafSpec  # the spec as if the part were the whole leaf, in the host's axis order
+    index: tuple[slice, ...]  # the part's place in the leaf, in the same order
+    trailing: bool  # whether the device has the last two axes exchanged
     first: int  # the number of its first channel in the leaf
     positions: tuple[int, ...]  # the positions of this process's devices that hold it
     devices: tuple[Any, ...]  # the jax devices at these positions
@@ -43,6 +44,10 @@ class Part:
         """Returns the part's piece of `x`, from its first device; `x` is placed like the leaf."""
         assert x is not None, "a part belongs to an offloaded leaf"
         return x.addressable_data(self.positions[0])
+
+    def turned(self, x: np.ndarray) -> np.ndarray:
+        """Returns an array in the other axis order: from the device's to the host's, or back."""
+        return x.swapaxes(-2, -1) if self.trailing else x
 
     def cut(self, piece: np.ndarray) -> np.ndarray:
         """Returns this part's range of the device's piece, which may be larger."""
@@ -79,7 +84,7 @@ class OffloadedLeaves:
         groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))
         early = within(specs, prefetch_bytes)
         prefetched = tuple((part.leaf, part.spec.start) in early for part in parts)
-        shardings = tuple(state.leaves[i].mu.sharding for i in places)
+        shardings = tuple(part_sharding(state.leaves[i].mu, state.leaves[i].spec) for i in places)
         return cls(tuple(places), specs, parts, prefetched, groups, shardings)
 
     @functools.cached_property
@@ -154,7 +159,8 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     """Finds this process's parts of offloaded leaves, by the sharding of their mail."""
     parts: list[Part] = []
     pieces = itertools.count()
-    for number, (spec, sent) in enumerate(zip(specs, mail, strict=True)):
+    for number, (leaf, sent) in enumerate(zip(specs, mail, strict=True)):
+        spec = leaf.on_host
         axis = spec.axis
         assert axis is not None
         # The shards' own indices would be wrong: before a step, mail may be smaller than the leaf.
@@ -179,6 +185,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
                         piece=piece,
                         spec=Shard(part).part,
                         index=index,
+                        trailing=leaf.trailing,
                         first=key[axis][0],
                         positions=positions,
                         devices=devices,
@@ -227,9 +234,12 @@ def new_host_state(
 
 
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:
-    piece = piece_of(weight, part.index)
+    index = part.index
+    if part.trailing:
+        index = (*index[:-2], index[-1], index[-2])
+    piece = piece_of(weight, index)
     assert piece is not None, "this process's parts are inside its blocks"
-    return piece
+    return part.turned(piece)
 
 
 def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
@@ -246,15 +256,15 @@ def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
 def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
     """Copies a part's selected channels, `(entries, k)`, counted from the part's first channel."""
     # A live view of the array would block its donation.
-    shape = part.spec.view4(part.spec.k)[::2]
+    shape = part.spec.view3(part.spec.k)[:2]
     return np.array(part.cut(read(channels))).reshape(shape) - part.first
 
 
 def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
-    """Returns the sharding for an array assembled from a parameter's parts."""
+    """Returns the sharding for an array assembled from a leaf's parts, in the host's order."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding
-    return NamedSharding(weight.sharding.mesh, Layout(spec).part)
+    return NamedSharding(weight.sharding.mesh, Shard(spec).at_host())
 
 
 def assemble(

@@ -81,7 +81,7 @@ class Updates:
                 ends = np.cumsum(channel_widths(group.specs))[:-1]
                 for i, part in zip(group.part_numbers, group.parts, strict=True):
                     rows = np.split(read(part.of(pending.before)), ends, axis=1)
-                    shape = part.spec.view4(part.spec.k)[::2]
+                    shape = part.spec.view3(part.spec.k)[:2]
                     channels[i] = rows[part.leaf].reshape(shape)
         return channels
 
@@ -119,11 +119,19 @@ class Updates:
             if not uploads:
                 continue  # all steps in its window were skipped
             uploads = self._fetch_rest(group, uploads, after)
-            new = self._merge(number, weights, uploads, before)
-            if group.on_one_device and not group.in_ranges:
-                self._merged_uploads.append(uploads)
-            for i, weight in zip(group.leaves, new, strict=True):
-                weights[i] = weight
+            params, arrays = group.pick(weights), by_leaf(group.parts, uploads)
+            new = [
+                assemble(pieces, spec.on_host.shape, part_sharding(weight, spec))
+                for weight, spec, pieces in zip(params, group.specs, arrays, strict=True)
+            ]
+            donated, kept = split_uploads(new, group.specs)
+            rows = self._rows[number]
+            during = rows if before is None else before
+            merged = merge(params, donated, kept, during, rows, specs=group.specs)
+            if group.on_one_device:
+                self._merged_uploads.append(donated)
+            for i, weight, old in zip(group.leaves, merged, params, strict=True):
+                weights[i] = keep_sharding(weight, old)
         return weights
 
     def load(self, weights: Sequence[jax.Array]) -> None:
@@ -137,7 +145,7 @@ class Updates:
         self.loads += 1
 
     def masters(self, number: int) -> jax.Array:
-        """Returns a leaf's masters on the devices, in parts; selected channels are stale.
+        """Returns a leaf's masters on the devices, as for a merge; selected channels are stale.
 
         The worker must be idle.
         """
@@ -149,7 +157,7 @@ class Updates:
         pieces = self._offloaded.on_devices(number, numbers, upload)
         spec, sharding = self._specs[number], self._offloaded.shardings[number]
         # The uploads may read live masters, which the next update overwrites.
-        return jax.block_until_ready(assemble(pieces, spec.shape, sharding))
+        return jax.block_until_ready(assemble(pieces, spec.on_host.shape, sharding))
 
     def note_channels(self, leaves: Leaves) -> None:
         """Records the selected channels of a new or resumed run, for merges."""
@@ -158,25 +166,6 @@ class Updates:
                 states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
-
-    def _merge(
-        self,
-        number: int,
-        weights: Sequence[jax.Array],
-        uploads: Sequence[Sequence[jax.Array]],
-        before: jax.Array | None,
-    ) -> list[jax.Array]:
-        group = self._offloaded.groups[number]
-        params, arrays = group.pick(weights), by_leaf(group.parts, uploads)
-        new = [
-            assemble(pieces, spec.shape, part_sharding(weight, spec))
-            for weight, spec, pieces in zip(params, group.specs, arrays, strict=True)
-        ]
-        donated, kept = split_uploads(new, group.specs)
-        rows = self._rows[number]
-        during = rows if before is None else before
-        merged = merge(params, donated, kept, during, rows, specs=group.specs)
-        return [keep_sharding(*pair) for pair in zip(merged, params, strict=True)]
 
     def _fetch_rest(self, group: Group, uploads: Sequence[Any], after: Any) -> Sequence[Any]:
         """Uploads the parts of an update that were not prefetched, and waits for them."""

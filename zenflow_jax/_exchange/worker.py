@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,12 +20,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from zenflow_jax._device.memory import copy_to_host, nbytes, view
+from zenflow_jax._device.memory import copy_to_host, nbytes, read, view
+from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, Mail, Receiver
-from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
-from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
+from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, new_host_state
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.state import ClosedWindow, HostLeaf, SelectedRows
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
 # The interval at which a waiting caller checks whether the device still has work.
@@ -41,14 +43,21 @@ class Worker:
 
     def __init__(
         self,
-        host: HostState,
+        state: ZenFlowState,
+        weights: Sequence[jax.Array],
         offloaded: OffloadedLeaves,
-        skipped_in_a_row: int = 0,
-        max_skipped: int | None = None,
+        kernel: str,
+        threads: int | None,
+        max_skipped: int | None,
+        *,
+        compact: bool,
     ):
-        self.host = host
+        adam = HostAdam(kernel, threads)
+        weights = offloaded.pick(weights)
+        self.host = new_host_state(weights, state, offloaded, adam, compact=compact)
         # The worker's counts, replaced as a whole so that any thread can read them at any time.
-        self.stats = EngineStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self.host.nbytes)
+        skipped = int(read(state.skipped_in_a_row))
+        self.stats = EngineStats(skipped_in_a_row=skipped, host_bytes=self.host.nbytes)
         self.recorder = Recorder()
         self._max_skipped = max_skipped
         self._offloaded = offloaded
@@ -227,7 +236,7 @@ class Worker:
                 f"A hyperparameter is not finite at step {step}: {self.host.scalars}. Check the "
                 "learning rate schedule, and other computed hyperparameters."
             )
-        read = nbytes((gradients, step_scalars))
+        arrived = nbytes((gradients, step_scalars))
         if sent.finite:
             pieces, parts = [view(g) for g in gradients], self._offloaded.parts
             self.host.add([part.cut_mail(pieces[part.piece]) for part in parts], factor)
@@ -237,7 +246,7 @@ class Worker:
         self._count(
             skipped_steps=0 if sent.finite else 1,
             skipped_in_a_row=-before if sent.finite else 1,
-            bytes_to_host=read,
+            bytes_to_host=arrived,
         )
         if not sent.finite:
             check_skipped_steps(before + 1, step, self._max_skipped)
@@ -270,9 +279,12 @@ class Worker:
         for i, (moved, part) in enumerate(zip(in_host_memory, group.parts, strict=True)):
             if moved:
                 chosen, *rows = moved
-                old, number = SelectedRows.of([*map(view, rows)], part.spec), window.leaves[i]
+                *wide, steps = map(view, rows)
+                old = SelectedRows.of([*map(part.turned, wide), steps], part.spec)
+                number = window.leaves[i]
                 new = self.host.hand_over(window, number, old, host_channels(chosen, part))
-                entering[i] = part.on_devices(new.on_device(part.spec))
+                *wide, steps = new.on_device(part.spec)
+                entering[i] = part.on_devices((*map(part.turned, wide), steps))
         self._count(bytes_to_host=nbytes(in_host_memory), bytes_to_device=nbytes(entering))
         return entering
 

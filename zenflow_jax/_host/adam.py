@@ -1,11 +1,10 @@
 """Runs AdamW on deferred channels in NumPy arrays, and copies channels in and out.
 
-Two kernels give bit-identical results with any number of threads and any tile size. "numba" makes
-one pass over memory in compiled loops; "numpy" needs no compiler and processes tiles that fit in
-the cache. float16 leaves always use the NumPy kernel, because Numba has no float16 on CPUs.
+Two kernels give bit-identical results with any number of threads and any tile size: "numba" makes
+one pass over memory in compiled loops, and "numpy" is the same in a few lines.
 
-Arrays are `(entries, rows, n, tail)` (see `arrays.py`), or `(entries, n)` with one number per
-channel. `masters.py` and `moments.py` define the formats of masters and moments.
+Arrays are `(entries, n, width)` (see `arrays.py`, which defines the formats of masters and
+moments), or `(entries, n)` with one number per channel.
 """
 
 import os
@@ -14,12 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 
-from zenflow_jax._host.arrays import HostArray, Segments, Tile, flat, in_turn
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Moment
+from zenflow_jax._host.arrays import HostArray, Tile, bits, cut_tiles, flat, in_turn
 from zenflow_jax._host.numpy_kernel import (
     GRADIENTS_PER_PASS,
     NumpyKernel,
@@ -41,10 +37,8 @@ _LEAST_TILE = 64 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
 
-#: Gradients of one shape (float32, bfloat16 or float16; may be read-only), each with its factor.
+#: Gradients of one shape (float32 or bfloat16; may be read-only), each with its factor.
 WeightedGradients = Sequence[tuple[np.ndarray, float]]
-
-_FLOAT16, _BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
 class HostAdam:
@@ -62,10 +56,10 @@ class HostAdam:
         threads = check_int_or_none("threads", threads, 1) or max(1, available_cores() - 1)
         self.threads = threads
         numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
-        self._portable = NumpyKernel(tile or numpy_tile)
-        self._kernel = self._portable
         if kernel == "numba":
             self._kernel = NumbaKernel(tile or _NUMBA_TILE)
+        else:
+            self._kernel = NumpyKernel(tile or numpy_tile)
         # Two threads must not enter Numba's own parallel layer. This pool runs only serial
         # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
@@ -77,22 +71,21 @@ class HostAdam:
         """
         size = sums.gradients.size
         assert all(g.shape == sums.gradients.shape for g, _ in gradients)
-        kernel = self._kernel_for(*(g for g, _ in gradients))
         totals = sums.flat
         addends = [(flat(g), np.float32(factor)) for g, factor in gradients]
 
         def work(tile: Tile) -> None:
             part = slice(tile[2], tile[3])
             share = [(g[part], factor) for g, factor in addends]
-            kernel.accumulate(Sums(*(x[part] for x in totals)), share, first)
+            self._kernel.accumulate(Sums(*(x[part] for x in totals)), share, first)
 
-        self._run(work, Segments.of((1, 1, 1, size)).tiles(self._limit(kernel, size)))
+        self._run(work, cut_tiles((1, 1, size), self._limit(size)))
 
     def adamw(
         self,
-        masters: Masters,
-        mu: Moment,
-        nu: Moment,
+        masters: HostArray,
+        mu: HostArray,
+        nu: HostArray,
         steps: np.ndarray,
         gradients: WeightedGradients,
         scale: float,
@@ -110,14 +103,13 @@ class HostAdam:
         This is a generator, so that the caller can do other work between chunks of a few
         milliseconds. It reads `steps` and `active`, and writes `steps`, when it starts.
         """
-        assert (mu.scales is None) == (nu.scales is None)
+        assert (mu.extra is None) == (nu.extra is None)
         assert mu.shape == nu.shape == masters.shape
         assert all(x.flags.writeable for x in (*masters.arrays, *mu.arrays, *nu.arrays))
         assert gradients or sums is not None
         assert all(g.shape == masters.shape for g, _ in gradients)
         assert steps.dtype == np.int32
-        assert steps.shape == active.shape == masters.shape[::2]
-        segments = masters.segments
+        assert steps.shape == active.shape == masters.shape[:2]
         active = active.copy()  # The caller may select again during the step.
         if masters.size == 0 or not active.any():
             return
@@ -134,20 +126,18 @@ class HostAdam:
             scale=np.float32(scale),
             scalars=AdamScalars(*map(np.float32, hyperparameters.scalars)),
         )
-        kernel = self._kernel_for(*(g for g, _ in gradients), masters.cast)
-        limit = self._limit(kernel, masters.size)
-        tiles = segments.tiles(limit)
-        if not segments.trailing:
-            tiles = [tile for tile in tiles if step.active[tile[0] : tile[1]].any()]
+        limit = self._limit(masters.size)
+        tiles = cut_tiles(masters.shape, limit)
+        tiles = [tile for tile in tiles if step.active[tile[0] : tile[1]].any()]
         chunk = max(_CHUNK // limit, 2 * self.threads if self.threads > 1 else 1)
         for i in range(0, len(tiles), chunk):
-            self._run(partial(kernel.adamw, step), tiles[i : i + chunk])
+            self._run(partial(self._kernel.adamw, step), tiles[i : i + chunk])
             yield
 
     def take(self, arrays: Sequence[HostArray], channels: np.ndarray) -> list[np.ndarray]:
-        """Copies `channels` `(entries, k)` into new float32 arrays `(entries, rows, k, tail)`."""
-        entries, rows, _, tail = arrays[0].shape
-        taken = [x.like((entries, rows, channels.shape[1], tail)) for x in arrays]
+        """Copies `channels` `(entries, k)` into new float32 arrays `(entries, k, width)`."""
+        entries, _, width = arrays[0].shape
+        taken = [x.like((entries, channels.shape[1], width)) for x in arrays]
         for x, subset in zip(arrays, taken, strict=True):
             self._move(x, subset, channels, inward=False)
         return [x.as_float32(self._run) for x in taken]
@@ -157,8 +147,9 @@ class HostAdam:
     ) -> None:
         """Overwrites channels with `rows`, as `take` returns them."""
         for x, numbers in zip(arrays, rows, strict=True):
-            subset = type(x)(numbers) if x.plain else x.like(numbers.shape)
-            if not x.plain:
+            subset = HostArray(numbers)
+            if x.extra is not None:
+                subset = x.like(numbers.shape)
                 subset.write(numbers, self._run)
             self._move(x, subset, channels, inward=True)
 
@@ -169,10 +160,10 @@ class HostAdam:
 
     def _move(self, x: HostArray, subset: HostArray, channels: np.ndarray, *, inward: bool) -> None:
         """Copies `channels` from `x` to `subset`, or in the other direction if `inward`."""
-        entries, rows, n, tail = x.shape
-        k, together = channels.shape[1], max(_LEAST_TILE // max(rows * tail, 1), 1)
+        entries, n, width = x.shape
+        k, together = channels.shape[1], max(_LEAST_TILE // max(width, 1), 1)
         assert channels.dtype == np.int32
-        assert subset.shape == (entries, rows, k, tail)
+        assert subset.shape == (entries, k, width)
         if subset.size == 0:
             return
         if not 0 <= channels.min() <= channels.max() < n:
@@ -188,12 +179,8 @@ class HostAdam:
         for whole, few in zip(x.arrays, subset.arrays, strict=True):
             self._run(partial(_move, whole, few, channels, inward), tiles)
 
-    def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
-        half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
-        return self._portable if half else self._kernel
-
-    def _limit(self, kernel: "NumbaKernel | NumpyKernel", size: int) -> int:
-        return min(kernel.tile, max(_LEAST_TILE, size // (2 * self.threads)))
+    def _limit(self, size: int) -> int:
+        return min(self._kernel.tile, max(_LEAST_TILE, size // (2 * self.threads)))
 
     def _run(self, work: Callable[[Tile], None], tiles: list[Tile]) -> None:
         if self._pool is None or len(tiles) == 1:
@@ -221,12 +208,12 @@ def _move(
 ) -> None:
     """Copies a tile: a range of one entry's `channels`."""
     entry, _, left, right = tile
-    index, moved = channels[entry, left:right], subset[entry][:, left:right]
+    index, moved = channels[entry, left:right], subset[entry, left:right]
     if inward:
-        x[entry][:, index] = moved
+        x[entry, index] = moved
     else:
         # The default mode would first fill a temporary buffer.
-        np.take(x[entry], index, axis=1, out=moved, mode="clip")
+        np.take(x[entry], index, axis=0, out=moved, mode="clip")
 
 
 def available_cores() -> int:
@@ -258,26 +245,22 @@ class NumbaKernel:
 
     def adamw(self, step: Step, tile: Tile) -> None:
         """Takes the step on one tile."""
-        p, m, v = step.masters, step.mu, step.nu
-        assert p.cast is None  # float16 uses the NumPy kernel
-        moments = (m.values, m.scales, v.values, v.scales)
-        arrays = [None if x is None else _bits(flat(x)) for x in (p.values, p.rest, *moments)]
-        _, rows, width, trailing = p.segments
-        loop = self._loops.adamw_trailing if trailing else self._loops.adamw_leading
+        arrays = [
+            None if array is None else bits(array)
+            for x in (step.masters, step.mu, step.nu)
+            for array in (x.values, x.extra)
+        ]
         gradients = (None if step.sums is None else tuple(step.sums), *_padded(step.gradients))
         channels = (step.active, step.m_debias, step.v_debias)
-        loop(*arrays, (gradients, channels, (step.scale, *step.scalars)), rows, width, tile)
+        inputs = gradients, channels, (step.scale, *step.scalars)
+        self._loops.adamw(*arrays, inputs, step.masters.shape[-1], tile)
 
 
 def _padded(gradients: Weighted) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
     """Pads gradients and factors to the number that the compiled loops expect."""
     none = GRADIENTS_PER_PASS - len(gradients)
     assert none >= 0, "earlier gradients are already summed"
-    views = [_bits(g).view() for g, _ in gradients]
+    views = [bits(g).view() for g, _ in gradients]
     for x in views:
         x.flags.writeable = False  # always, because Numba types read-only arrays separately
     return (*views, *[None] * none), (*(f for _, f in gradients), *[np.float32(0)] * none)
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    return x.view(np.uint16) if x.dtype == _BFLOAT16 else x

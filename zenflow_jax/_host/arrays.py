@@ -1,29 +1,48 @@
 """A leaf's float32 numbers on the host, stored in full or in fewer bytes.
 
-Arrays are C-contiguous, `(entries, rows, n, tail)`: `entries` of the stack axes, `n` channels in
-each. Leading channels have one row, and a channel is a run of `tail` elements; trailing channels
-have a `tail` of 1, and are the lanes of each row. Arrays are aligned so that jax on CPUs shares
-their memory.
+Arrays are C-contiguous, `(entries, n, width)`: `entries` of the stack axes, `n` channels in each,
+whose elements are neighbours. Arrays are aligned so that jax on CPUs shares their memory. The dtype
+of `HostArray.values` tells the format; `numba_loops.py` converts.
+
+**float32**: the numbers themselves.
+
+**bfloat16**: masters, split in two for a bfloat16 leaf, which uploads its masters rounded to the
+nearest bfloat16, ties to even. A bfloat16 is the upper 16 bits of a float32. The host keeps the
+rounded number and the master's lower 16 bits, `rest`, as a signed number:
+`bits of master = (bits of rounded << 16) + rest`, because the upper bits are rounded up exactly
+where the lower bits are negative. There is one exception, because 65,537 numbers round to the same
+bfloat16: a master exactly halfway between a bfloat16 that ends in 0 and the next one is rounded
+down, and 32768 does not fit in int16. `rest` becomes 32767, so such a master (one in 131,072
+numbers) changes once, in its last bit; both values have the same cast. A NaN stays a NaN with its
+sign. All other numbers are restored exactly.
+
+**int8, uint8**: a first and a second moment, compact, in codes with scales (`codes.py`).
 """
 
-import abc
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
+import ml_dtypes
 import numpy as np
+
+from zenflow_jax._host.codes import BUCKET
 
 #: The alignment that jax needs (0.10.0 to 0.12.0.1), in bytes. NumPy aligns only to 16.
 ALIGNMENT = 64
-#: Number of elements to convert at once, so that the scratch stays in the cache.
+#: Number of elements to convert at once, so that several threads have work.
 CHUNK = 128 * 1024
-#: Number of neighbours in a channel that share a scale in compact moments; fewer at the end.
-BUCKET = 32
 
-#: The first segment and the last + 1; then, in each segment, the first element and the last + 1.
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOAT32, _FIRST, _SECOND = map(np.dtype, (np.float32, np.int8, np.uint8))
+#: For each format, the dtype of `HostArray.extra`.
+_EXTRA = {BFLOAT16: np.dtype(np.int16), _FIRST: BFLOAT16, _SECOND: _FLOAT32}
+
+#: The first channel and the last + 1; then, in each channel, the first element and the last + 1.
 Tile = tuple[int, int, int, int]
-_Array = TypeVar("_Array", bound="HostArray")
+#: Calls a function with each tile, in any order.
+Run = Callable[[Callable[[Tile], None], list[Tile]], None]
 
 
 def aligned_zeros(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
@@ -45,71 +64,50 @@ def flat(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1)
 
 
-class Segments(NamedTuple):
-    """An array's memory layout, as segments of `width` elements.
+def bits(x: np.ndarray) -> np.ndarray:
+    """Returns a flat view as compiled loops take it: Numba has no bfloat16."""
+    return flat(x).view(np.uint16) if x.dtype == BFLOAT16 else flat(x)
 
-    Leading channels: a segment is a channel. Trailing channels: a segment is a row of all channels,
-    and buckets have 32 rows.
+
+def cut_tiles(shape: tuple[int, ...], limit: int, *, whole: bool = False) -> list[Tile]:
+    """Returns tiles of whole buckets, with at most `limit` elements or one bucket.
+
+    If `whole`, tiles consist of whole channels, whatever their size.
     """
-
-    number: int
-    rows: int  # segments in an entry; with leading channels, in all entries
-    width: int
-    trailing: bool
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...]) -> "Segments":
-        entries, rows, n, tail = shape
-        assert rows == 1 or tail == 1
-        if tail == 1:
-            return cls(entries * rows, rows, n, True)
-        return cls(entries * n, entries * n, tail, False)
-
-    def tiles(self, limit: int, *, whole: bool = False) -> list[Tile]:
-        """Returns tiles of whole buckets in one entry, with at most `limit` elements or one bucket.
-
-        If `whole`, tiles consist of whole segments, whatever their size.
-        """
-        height, breadth = (BUCKET, 1) if self.trailing else (1, BUCKET)
-        edges = [(0, self.width)] if whole else _cut(self.width, limit // height, breadth)
-        sides = _cut(self.rows, limit // edges[0][1], height)
-        return [
-            (entry + top, entry + bottom, left, right)
-            for entry in range(0, self.number, self.rows)
-            for top, bottom in sides
-            for left, right in edges
-        ]
-
-    def region(self, x: np.ndarray, tile: Tile) -> np.ndarray:
-        """Returns a tile of an array with this layout, as a view `(segments, elements)`."""
-        return flat(x).reshape(-1, self.width)[slice(*tile[:2]), slice(*tile[2:])]
+    entries, n, width = shape
+    step = width if whole else min(max(limit // BUCKET, 1) * BUCKET, width)
+    together = max(limit // step, 1)
+    return [
+        (first, min(first + together, entries * n), left, min(left + step, width))
+        for first in range(0, entries * n, together)
+        for left in range(0, width, step)
+    ]
 
 
-def in_turn(work: Callable[[Tile], None], tiles: Sequence[Tile]) -> None:
+def in_turn(work: Callable[[Tile], None], tiles: list[Tile]) -> None:
     for tile in tiles:
         work(tile)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HostArray(abc.ABC):
-    """Numbers for a leaf, or for some of its channels. Subclasses add arrays, or None, as fields.
+class HostArray:
+    """Numbers for a leaf, or for some of its channels, `(entries, n, width)`."""
 
-    In each array the third axis is the channel axis.
-    """
+    values: np.ndarray  # the numbers if float32; what a bfloat16 leaf uploads; codes
+    # `rest`, or scales, one for each bucket: the channel axis is the second in both arrays.
+    extra: np.ndarray | None = None
 
-    values: np.ndarray  # the numbers, if float32
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "HostArray":
+        """Makes zeros in the format that `dtype` stands for."""
+        kind = _EXTRA.get(np.dtype(dtype))
+        *channels, width = shape
+        size = width if dtype == BFLOAT16 else _buckets(width)
+        extra = None if kind is None else aligned_zeros((*channels, size), kind)
+        return cls(aligned_zeros(shape, dtype), extra)
 
-    @abc.abstractmethod
-    def like(self: _Array, shape: tuple[int, ...]) -> _Array:
-        """Makes zeros of another shape, in the same format."""
-
-    @abc.abstractmethod
-    def read_tile(self, tile: Tile, scratch: np.ndarray) -> np.ndarray:
-        """Returns a tile's numbers: a view if they are float32, else `scratch`, filled."""
-
-    @abc.abstractmethod
-    def write_tile(self, tile: Tile, x: np.ndarray, where: "np.ndarray | bool" = True) -> None:
-        """Sets a tile's numbers where `where`, broadcast, is True."""
+    def like(self, shape: tuple[int, ...]) -> "HostArray":
+        return HostArray.zeros(shape, self.values.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,52 +118,91 @@ class HostArray(abc.ABC):
         return self.values.size
 
     @property
-    def segments(self) -> Segments:
-        return Segments.of(self.shape)
-
-    @property
     def arrays(self) -> list[np.ndarray]:
-        return [x for x in vars(self).values() if x is not None]
+        return [self.values] if self.extra is None else [self.values, self.extra]
 
-    @property
-    def plain(self) -> bool:
-        """Returns whether `values` is the only array."""
-        return len(self.arrays) == 1
+    def copy(self) -> "HostArray":
+        return HostArray(*map(copied, self.arrays))
 
-    def copy(self: _Array) -> _Array:
-        arrays = {name: copied(x) for name, x in vars(self).items() if x is not None}
-        return dataclasses.replace(self, **arrays)
+    def read_part(self, channels: np.ndarray, left: int, right: int) -> np.ndarray:
+        """Copies elements `left` to `right` of some channels, `(channels, elements)`.
 
-    def as_float32(self, run: Callable[..., None] = in_turn) -> np.ndarray:
+        Channels are counted over all entries; `left` is the first element of a bucket.
+        """
+        if self.extra is None:
+            return flat(self.values).reshape(-1, self.shape[-1])[channels, left:right]
+        x = np.empty((len(channels), right - left), np.float32)
+        self._convert(x, channels, left, None)
+        return x
+
+    def write_part(self, channels: np.ndarray, left: int, x: np.ndarray) -> None:
+        """Overwrites elements from `left` on with float32 numbers; inverts `read_part`."""
+        if self.extra is None:
+            flat(self.values).reshape(-1, self.shape[-1])[channels, left : left + x.shape[1]] = x
+        else:
+            x = np.ascontiguousarray(x).view()
+            x.flags.writeable = False  # always, because Numba types read-only arrays separately
+            self._convert(x, channels, left, True)
+
+    def _convert(self, x: np.ndarray, channels: np.ndarray, left: int, encode: bool | None) -> None:
+        # Imported here, so that a process that only plans or evaluates does not wait for Numba.
+        from zenflow_jax._host.numba_loops import convert
+
+        convert(*map(bits, self.arrays), x, channels, self.shape[-1], left, encode)
+
+    def as_float32(self, run: Run = in_turn) -> np.ndarray:
         """Returns all numbers. If they are float32, this is `values`, which updates overwrite."""
-        if self.values.dtype == np.float32:
+        if self.extra is None:
             return self.values
-        x, segments = np.empty(self.shape, np.float32), self.segments
+        x = np.empty(self.shape, np.float32)
+        rows = x.reshape(-1, self.shape[-1])
 
         def read(tile: Tile) -> None:
-            self.read_tile(tile, segments.region(x, tile))
+            first, last, left, right = tile
+            rows[first:last, left:right] = self.read_part(np.arange(first, last), left, right)
 
-        run(read, segments.tiles(CHUNK) if x.size else [])
+        run(read, cut_tiles(self.shape, CHUNK) if x.size else [])
         return x
 
     def chunks(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the numbers in C order, in chunks of about `limit`, each with its first index."""
-        for tile in self.segments.tiles(limit, whole=True):
-            first, last, _, width = tile
-            numbers = self.read_tile(tile, np.empty((last - first, width), np.float32))
-            yield first * width, flat(numbers)
+        for first, last, _, width in cut_tiles(self.shape, limit, whole=True):
+            if self.extra is None:
+                yield first * width, flat(self.values)[first * width : last * width]
+            else:
+                yield first * width, flat(self.read_part(np.arange(first, last), 0, width))
 
-    def write(self, x: np.ndarray, run: Callable[..., None] = in_turn) -> None:
-        """Sets all numbers; `x` has the same size, in float32 or the leaf's dtype."""
-        x, segments = np.ascontiguousarray(x).reshape(self.shape), self.segments
+    def write(self, x: np.ndarray, run: Run = in_turn) -> None:
+        """Sets all numbers; `x` has the same size, in float32 or the dtype of `values`."""
+        x = x.reshape(self.shape)
+        if self.extra is None or x.dtype == self.values.dtype:
+            np.copyto(self.values, x)
+            if self.extra is not None:
+                self.extra[...] = 0  # already rounded
+            return
+        rows = x.reshape(-1, self.shape[-1])
 
         def write(tile: Tile) -> None:
-            self.write_tile(tile, segments.region(x, tile))
+            first, last, left, right = tile
+            self.write_part(np.arange(first, last), left, rows[first:last, left:right])
 
-        run(write, segments.tiles(CHUNK) if x.size else [])
+        run(write, cut_tiles(self.shape, CHUNK) if x.size else [])
 
 
-def _cut(size: int, limit: int, step: int) -> list[tuple[int, int]]:
-    """Cuts a size into ranges of at most `limit`, at multiples of `step`."""
-    width = max(limit // step, 1) * step
-    return [(i, min(i + width, size)) for i in range(0, size, width)]
+def new_moments(shape: tuple[int, ...], *, compact: bool) -> tuple[HostArray, HostArray]:
+    first, second = (_FIRST, _SECOND) if compact else (_FLOAT32, _FLOAT32)
+    return HostArray.zeros(shape, first), HostArray.zeros(shape, second)
+
+
+def bytes_of(shape: tuple[int, ...], dtype: Any, *, compact: bool) -> int:
+    """Returns the bytes of a leaf's masters and moments; `dtype` is the leaf's."""
+    size, kinds = math.prod(shape), (_FIRST, _SECOND)
+    total = size * (dtype.itemsize + (_EXTRA[dtype].itemsize if dtype in _EXTRA else 0))
+    if not compact:
+        return total + 2 * size * _FLOAT32.itemsize
+    buckets = math.prod(shape[:-1]) * _buckets(shape[-1])
+    return total + 2 * size + buckets * sum(_EXTRA[x].itemsize for x in kinds)
+
+
+def _buckets(elements: int) -> int:
+    return -(-elements // BUCKET)

@@ -1,20 +1,21 @@
-"""Compiled loops: AdamW and the sum of gradients in one pass over memory.
+"""Compiled loops: AdamW and the sum of gradients in one pass over memory; all formats of numbers.
 
-bfloat16 arrives as bits in uint16 arrays; Numba has no float16 on CPUs. Every operation rounds
-once, as IEEE 754 requires: no fastmath flag is set, not even "contract". So a loop's vectorized
-body, its scalar tail and NumPy give bit-identical results. Moments in codes (`moments.py`) are
-decoded to scratch, a chunk at a time, and encoded again after the step.
+bfloat16 arrives as bits in uint16 arrays. Every operation rounds once, as IEEE 754 requires: no
+fastmath flag is set, not even "contract". So a loop's vectorized body, its scalar tail and NumPy
+give bit-identical results, wherever a tile ends. Moments in codes are decoded to scratch, a chunk
+at a time, and encoded again after the step.
 
 In Numba, the sum of two uint32 is a uint64, so each step of bit arithmetic casts back. Numba checks
 an index that it cannot prove positive, which keeps LLVM from vectorizing, so indices are unsigned
 (`np.uintp`), or start at zero in a slice. Flags that select a function (`by_type`) are True or
 None, which have different types.
 
-Letters: `p, m, v` master and moments, each `(segments, width)`, flattened. For split masters
-(`masters.py`) `p` has the rounded numbers and `rest` the lower bits; otherwise `rest` is None.
-Without codes, `m_scales` and `v_scales` are also None. `sums` are over earlier gradients and their
-squares, a pair or None; `gs` are eight more gradients and `fs` their factors, None and 0 if there
-are fewer. A tile is elements `left` to `right`, in whole buckets, of segments `first` to `last`.
+Letters: `p, m, v` master and moments, each `(channels, width)`, flattened. For split masters `p`
+has the rounded numbers and `rest` the lower bits; otherwise `rest` is None. Without codes,
+`m_scales` and `v_scales` are also None. (`arrays.py` and `codes.py` describe these formats.)
+`sums` are over earlier gradients and their squares, a pair or None; `gs` are eight more gradients
+and `fs` their factors, None and 0 if there are fewer. A tile is elements `left` to `right`, in
+whole buckets, of channels `first` to `last`.
 """
 
 import inspect
@@ -25,22 +26,20 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from zenflow_jax._host import arrays, moments
+from zenflow_jax._host import codes as formats
 
 # Numba caches compiled loops on disk, with these numbers in them, and recompiles when this file
 # changes, but not when an imported file does. So the numbers are repeated here as literals.
 BUCKET, _BEND, _LEAST, _ZERO = 32, np.float32(30), np.float32(2.0**-60), np.float32(0)
 _TOP_FIRST, _TOP_SECOND = np.float32(127 * 187), np.float32(255)
-assert (BUCKET, _BEND, _LEAST) == (arrays.BUCKET, moments.BEND, moments.LEAST)
-assert (_TOP_FIRST, _TOP_SECOND) == (moments.TOP_FIRST, moments.TOP_SECOND)
+assert (BUCKET, _BEND, _LEAST) == (formats.BUCKET, formats.BEND, formats.LEAST)
+assert (_TOP_FIRST, _TOP_SECOND) == (formats.TOP_FIRST, formats.TOP_SECOND)
 _TWICE_BEND, _BEND_SQUARED = 2 * _BEND, _BEND * _BEND
 _PER_FIRST, _PER_SECOND = 1 / _TOP_FIRST, 1 / _TOP_SECOND
 # Adding this to a small number leaves the nearest integer in the lower bits, ties to even.
 _ROUNDER = np.float32(1.5 * 2**23)
-# Elements in a chunk with leading channels: larger scratch exceeds the L1 cache, and smaller chunks
-# take more calls. With trailing channels, a chunk has a bucket's rows and this many lanes: with
-# fewer, the scratch (512 KiB) would fit in the L1 cache, but memory reads would be short.
-_CHUNK, _LANES = 4096, 2048
+# Elements in a chunk: larger scratch exceeds the L1 cache, and smaller chunks take more calls.
+_CHUNK = 4096
 
 # These functions are never called from C, and inner functions never from Python. Numba's wrappers
 # for both took a third of the compile time. Both options of `numba.njit` are undocumented; it
@@ -133,14 +132,14 @@ def _joined(p, rest, i):
     return np.uint32(rounded + np.uint32(np.int32(rest[i]))).view(np.float32)
 
 
-def _keep_whole(x, p, rest, i, on):
-    p[i] = x if on else p[i]
+def _keep_whole(x, p, rest, i):
+    p[i] = x
 
 
-def _keep_split(x, p, rest, i, on):
+def _keep_split(x, p, rest, i):
     rounded = bfloat16_bits(x)
-    p[i] = _select(on, rounded, p[i])
-    rest[i] = np.int16(_select(on, _remainder(x, rounded), np.uint16(rest[i])))
+    p[i] = rounded
+    rest[i] = np.int16(_remainder(x, rounded))
 
 
 _master = by_type(1, numba.none, lambda p, rest, i: p[i], _joined)
@@ -148,14 +147,8 @@ _keep = by_type(2, numba.none, _keep_whole, _keep_split)
 
 
 @inner
-def _select(on, new, old):
-    """Returns `new` if `on`, else `old`, in uint16, without branches, so that LLVM vectorizes."""
-    return np.uint16(old ^ np.uint16(np.uint16(old ^ new) & np.uint16(-np.int64(on))))
-
-
-@inner
 def _remainder(x, rounded):
-    """Returns `rest`, the lower half of a master, as uint16 (`masters.py`)."""
+    """Returns `rest`, the lower half of a master, as uint16."""
     bits = np.float32(x).view(np.uint32)
     lower, upper = np.uint16(bits), np.uint16(np.uint32(bits >> np.uint32(16)))
     halfway_down = (lower == np.uint16(0x8000)) & (upper == rounded)
@@ -182,23 +175,17 @@ def _element(p, m, v, g, squares, m_debias, v_debias, scalars):
 
 
 @inner
-def _advance(p, rest, at, m, v, at_m, size, inputs, channel, lanes):
-    """Takes the step on `size` neighbours, from element `at` of masters and `at_m` of moments.
-
-    They are in one channel or, if `lanes` is True, in consecutive channels.
-    """
-    (sums, gs, fs), (active, m_debias, v_debias), scalars = inputs
+def _advance(p, rest, at, m, v, at_m, size, gradients, m_debias, v_debias, scalars):
+    """Takes the step on `size` neighbours, from element `at` of masters and `at_m` of moments."""
+    sums, gs, fs = gradients
     for e in range(size):
         i, j = np.uintp(at + e), np.uintp(at_m + e)
-        c = np.uintp(channel) if lanes is None else np.uintp(channel + e)
-        # Writes every lane, because LLVM vectorizes conditional stores only with masked stores.
-        on = True if lanes is None else active[c]
         g, squares = _sum(sums, gs, fs, i)
         x = _master(p, rest, i)
-        x, new_m, new_v = _element(x, m[j], v[j], g, squares, m_debias[c], v_debias[c], scalars)
-        _keep(x, p, rest, i, on)
-        m[j] = new_m if on else m[j]
-        v[j] = new_v if on else v[j]
+        x, new_m, new_v = _element(x, m[j], v[j], g, squares, m_debias, v_debias, scalars)
+        _keep(x, p, rest, i)
+        m[j] = new_m
+        v[j] = new_v
 
 
 # The array in which a moment is updated: its values, or scratch.
@@ -208,9 +195,9 @@ _work_array = by_type(
 
 
 @compiled
-def adamw_leading(p, rest, m, m_scales, v, v_scales, inputs, rows, width, tile):
+def adamw(p, rest, m, m_scales, v, v_scales, inputs, width, tile):
     first, last, left, right = tile
-    active, m_debias, v_debias = inputs[1]
+    gradients, (active, m_debias, v_debias), scalars = inputs
     wide_m, wide_v = _work_array(m, m_scales, _CHUNK), _work_array(v, v_scales, _CHUNK)
     buckets = _buckets(width)
     most = max(_CHUNK // max(right - left, 1), 1)
@@ -235,81 +222,56 @@ def adamw_leading(p, rest, m, m_scales, v, v_scales, inputs, rows, width, tile):
             k, k_end = s * buckets + a // BUCKET, (end - 1) * buckets + _buckets(b)
             at_m = i if m_scales is None else 0
             if m_scales is not None:
-                _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None, None)
-                _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, True, None)
-            _advance(p, rest, i, wide_m, wide_v, at_m, j - i, inputs, s, None)
+                _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None)
+                _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, None)
+            steps = m_debias[s], v_debias[s]
+            _advance(p, rest, i, wide_m, wide_v, at_m, j - i, gradients, *steps, scalars)
             if m_scales is not None:
-                _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None, True)
-                _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, True, True)
+                _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, True)
+                _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, True)
         s = end
 
 
-@compiled
-def adamw_trailing(p, rest, m, m_scales, v, v_scales, inputs, rows, width, tile):
-    first, last, left, right = tile
-    active, m_debias, v_debias = inputs[1]
-    lanes = right - left if m_scales is None else min(_LANES, right - left)
-    wide_m = _work_array(m, m_scales, BUCKET * lanes)
-    wide_v = _work_array(v, v_scales, BUCKET * lanes)
-    entry = first // rows
-    for top in range(first, last, BUCKET):
-        height = min(BUCKET, last - top)
-        for a in range(left, right, lanes):
-            size = min(lanes, right - a)
-            i, c, k = top * width + a, entry * width + a, _bucket_of(top, rows) * width + a
-            shape, on = (height, size, width), active[c : c + size]
-            if m_scales is not None:
-                _convert_rows(m[i:], m_scales[k:], wide_m, shape, on, None, None)
-                _convert_rows(v[i:], v_scales[k:], wide_v, shape, on, True, None)
-            for r in range(height):
-                at = i + r * width
-                at_m = at if m_scales is None else r * size
-                _advance(p, rest, at, wide_m, wide_v, at_m, size, inputs, c, True)
-            if m_scales is not None:
-                _convert_rows(m[i:], m_scales[k:], wide_m, shape, on, None, True)
-                _convert_rows(v[i:], v_scales[k:], wide_v, shape, on, True, True)
+# Moments in codes: int8 for a first moment, and uint8 for a second, whose codes stand for its
+# square root. Their scales are bfloat16 and float32.
 
 
-# Moments in codes. `root` is True for a second moment, whose codes stand for its square root, else
-# None; `encode` is True to encode and None to decode.
-
-
-def _first_decoded(code, scale, root):
+def _first_decoded(code, scale):
     c = np.float32(code)
     return ((c * (np.abs(c) + _TWICE_BEND)) * _PER_FIRST) * scale
 
 
-def _second_decoded(code, scale, root):
+def _second_decoded(code, scale):
     w = (np.float32(code) * _PER_SECOND) * scale
     return w * w
 
 
-def _first_code(x, inverse, root):
+def _first_code(x, inverse, old):
     y = np.sqrt(np.abs(x) * inverse + _BEND_SQUARED) - _BEND
     return np.int8(np.float32(np.copysign(y, x) + _ROUNDER).view(np.uint32))
 
 
-def _second_code(x, inverse, root):
+def _second_code(x, inverse, old):
     y = np.sqrt(x) * inverse
     return max(np.uint8(np.float32(y + _ROUNDER).view(np.uint32)), np.uint8(y > _ZERO))
 
 
-_decoded = by_type(2, numba.none, _first_decoded, _second_decoded)
-_code = by_type(2, numba.none, _first_code, _second_code)
+_decoded = by_type(0, numba.int8, _first_decoded, _second_decoded)
+_code = by_type(2, numba.int8, _first_code, _second_code)
 # A bucket's stored scale, from its largest magnitude.
 _scale = by_type(
     1,
-    numba.none,
-    lambda x, root: bfloat16_bits(_ZERO if x < _LEAST else x),
-    lambda x, root: _ZERO if np.sqrt(x) < _LEAST else np.sqrt(x),
+    numba.uint16,
+    lambda x, old: bfloat16_bits(_ZERO if x < _LEAST else x),
+    lambda x, old: _ZERO if np.sqrt(x) < _LEAST else np.sqrt(x),
 )
+_top = by_type(0, numba.uint16, lambda scale: _TOP_FIRST, lambda scale: _TOP_SECOND)
 
 
 @inner
-def _inverse(scale, root):
-    scale = _widened(scale)
-    top = _TOP_FIRST if root is None else _TOP_SECOND
-    return top / scale if scale > _ZERO else _ZERO
+def _inverse(scale):
+    wide = _widened(scale)
+    return _top(scale) / wide if wide > _ZERO else _ZERO
 
 
 @inner
@@ -319,7 +281,7 @@ def _magnitude(x):
 
 
 @inner
-def _convert(codes, scales, x, width, root, encode):
+def _convert(codes, scales, x, width, encode):
     """Converts channels of `width` elements, or a piece of one channel."""
     size = codes.size if width % BUCKET == 0 else width
     whole = size // BUCKET * BUCKET
@@ -330,63 +292,32 @@ def _convert(codes, scales, x, width, root, encode):
                 shape = ((b - a) // length, length)
                 end = k + shape[0]
                 _convert_buckets(
-                    codes[a:b].reshape(shape), scales[k:end], x[a:b].reshape(shape), root, encode
+                    codes[a:b].reshape(shape), scales[k:end], x[a:b].reshape(shape), encode
                 )
                 k = end
 
 
-def _decode_buckets(codes, scales, x, root, encode):
+def _decode_buckets(codes, scales, x, encode):
     for b in range(x.shape[0]):
         scale = _widened(scales[b])
         for i in range(x.shape[1]):
-            x[b, i] = _decoded(codes[b, i], scale, root)
+            x[b, i] = _decoded(codes[b, i], scale)
 
 
-def _encode_buckets(codes, scales, x, root, encode):
+def _encode_buckets(codes, scales, x, encode):
     # LLVM vectorizes the search for a maximum only if its length is unknown.
     for b in range(x.shape[0]):
         largest = np.uint32(0)
         for i in range(x.shape[1]):
             bits = _magnitude(x[b, i])
             largest = bits if bits > largest else largest
-        scales[b] = _scale(np.uint32(largest).view(np.float32), root)
-        inverse = _inverse(scales[b], root)
+        scales[b] = _scale(np.uint32(largest).view(np.float32), scales[b])
+        inverse = _inverse(scales[b])
         for i in range(x.shape[1]):
-            codes[b, i] = _code(x[b, i], inverse, root)
+            codes[b, i] = _code(x[b, i], inverse, codes[b, i])
 
 
-def _decode_rows(codes, scales, x, shape, active, root, encode):
-    height, lanes, stride = shape
-    for r in range(height):
-        for e in range(lanes):
-            i, j = np.uintp(r * stride + e), np.uintp(r * lanes + e)
-            x[j] = _decoded(codes[i], _widened(scales[np.uintp(e)]), root)
-
-
-def _encode_rows(codes, scales, x, shape, active, root, encode):
-    height, lanes, stride = shape
-    largest = np.zeros(lanes, np.uint32)
-    for r in range(height):
-        for e in range(lanes):
-            bits = _magnitude(x[np.uintp(r * lanes + e)])
-            largest[e] = bits if bits > largest[e] else largest[e]
-    inverse = np.empty(lanes, np.float32)
-    for e in range(lanes):
-        scale = _scale(np.uint32(largest[e]).view(np.float32), root)
-        inverse[e] = _inverse(scale, root)
-        scales[e] = scale if active[e] else scales[e]
-    for r in range(height):
-        for e in range(lanes):
-            i, j = np.uintp(r * stride + e), np.uintp(r * lanes + e)
-            code = _code(x[j], inverse[e], root)
-            codes[i] = code if active[e] else codes[i]
-
-
-# Converts buckets, one per row.
-_convert_buckets = by_type(4, numba.none, _decode_buckets, _encode_buckets)
-# Converts a bucket's rows of `lanes` elements, whose codes are `stride` elements apart. Inactive
-# channels keep their codes and scales.
-_convert_rows = by_type(6, numba.none, _decode_rows, _encode_rows)
+_convert_buckets = by_type(3, numba.none, _decode_buckets, _encode_buckets)
 
 
 @inner
@@ -394,7 +325,36 @@ def _buckets(size):
     return (size + BUCKET - 1) // BUCKET
 
 
-@inner
-def _bucket_of(row, rows):
-    """Returns the number of a row's bucket, counted over all entries of `rows` rows."""
-    return row // rows * _buckets(rows) + row % rows // BUCKET
+def _convert_codes(values, extra, x, channel, width, left, encode):
+    i, k = channel * width + left, channel * _buckets(width) + left // BUCKET
+    scales = extra[k : k + _buckets(x.size)]
+    _convert(values[i : i + x.size], scales, x, x.size, encode)
+
+
+def _join(values, extra, x, channel, width, left, encode):
+    for e in range(x.size):
+        x[e] = _master(values, extra, np.uintp(channel * width + left + e))
+
+
+def _split(values, extra, x, channel, width, left, encode):
+    for e in range(x.size):
+        _keep(x[e], values, extra, np.uintp(channel * width + left + e))
+
+
+_convert_split = by_type(6, numba.none, _join, _split)
+_convert_channel = by_type(
+    0,
+    numba.types.Array(numba.uint16, 1, "C"),
+    lambda *args: _convert_split(*args),
+    _convert_codes,
+)
+
+
+@compiled
+def convert(values, extra, x, channels, width, left, encode):
+    """Converts elements from `left` on of some channels between a format and `x`, float32.
+
+    `x` is `(channels, elements)`; `encode` is True to write the format, and None to read it.
+    """
+    for r in range(channels.size):
+        _convert_channel(values, extra, x[r], channels[r], width, left, encode)

@@ -1,7 +1,7 @@
 """The state of every deferred channel: masters, moments, counts, and the open window.
 
 `_exchange/worker.py` decides when these methods run, and `adam.py` does the arithmetic. Arrays have
-the leaf's full shape, viewed as `(entries, rows, n, tail)`. Rows of selected channels are stale.
+the leaf's full shape, viewed as `(entries, n, width)`. Rows of selected channels are stale.
 
 Letters: `entries` of the stack axes, `n` channels in each, `k` of them selected.
 """
@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.arrays import aligned_zeros, copied
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._host.arrays import HostArray, aligned_zeros, copied, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, Sums
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import AdamScalars, window_step
@@ -40,12 +38,12 @@ class WindowGradients:
 
 @dataclasses.dataclass
 class HostLeaf:
-    """One leaf's arrays, all `(entries, rows, n, tail)` unless noted."""
+    """One leaf's arrays, all `(entries, n, width)` unless noted."""
 
     spec: LeafSpec
-    master: Masters
-    mu: Moment
-    nu: Moment
+    master: HostArray
+    mu: HostArray
+    nu: HostArray
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
     channels: np.ndarray  # int32 (entries, k), ascending: the selected channels
     open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
@@ -56,14 +54,14 @@ class HostLeaf:
         cls, spec: LeafSpec, weight: np.ndarray, channels: np.ndarray, *, compact: bool
     ) -> "HostLeaf":
         """Makes a leaf with a copy of its parameter and zero moments."""
-        shape = spec.view4(spec.n)
+        shape = spec.view3(spec.n)
         mu, nu = new_moments(shape, compact=compact)
         leaf = cls(
             spec=spec,
-            master=Masters.zeros(shape, spec.dtype),
+            master=HostArray.zeros(shape, spec.dtype),
             mu=mu,
             nu=nu,
-            steps=aligned_zeros((shape[0], spec.n), np.int32),
+            steps=aligned_zeros(shape[:2], np.int32),
             channels=np.array(channels, np.int32).reshape(shape[0], spec.k),
         )
         leaf.master.write(weight)
@@ -83,7 +81,7 @@ class HostLeaf:
     @property
     def to_upload(self) -> np.ndarray:
         """Returns the masters in the leaf's dtype and shape, for an upload, without a copy."""
-        return self.master.to_upload.reshape(self.spec.shape)
+        return self.master.values.reshape(self.spec.shape)
 
     @property
     def nbytes(self) -> int:
@@ -93,9 +91,6 @@ class HostLeaf:
 
     def new_sums(self) -> Sums:
         return Sums(*(aligned_zeros(self.master.shape) for _ in Sums._fields))
-
-    def keep(self, gradient: np.ndarray, factor: float) -> None:
-        self.open.kept.append((gradient.reshape(self.master.shape), factor))
 
     def alias(self) -> "HostLeaf":
         """Returns the leaf in the same memory; mail added later is not included."""
@@ -149,7 +144,7 @@ class OpenWindow:
 class SelectedRows:
     """A leaf's selected channels in a hand-over, in the host's shapes."""
 
-    master: np.ndarray  # float32 (entries, rows, k, tail)
+    master: np.ndarray  # float32 (entries, k, width)
     mu: np.ndarray
     nu: np.ndarray
     steps: np.ndarray  # int32 (entries, k)
@@ -157,9 +152,9 @@ class SelectedRows:
     @classmethod
     def of(cls, arrays: Sequence[np.ndarray], spec: LeafSpec) -> "SelectedRows":
         """Makes rows from a part's arrays in the device's shapes."""
-        shape = spec.view4(spec.k)
+        shape = spec.view3(spec.k)
         master, mu, nu = (x.reshape(shape) for x in arrays[:3])
-        return cls(master, mu, nu, arrays[3].reshape(shape[::2]))
+        return cls(master, mu, nu, arrays[3].reshape(shape[:2]))
 
     def on_device(self, spec: LeafSpec) -> tuple[np.ndarray, ...]:
         """Returns the arrays in the device's shapes; inverts `of`."""
@@ -266,7 +261,7 @@ class HostState:
         host sums some immediately, which does not affect the result.
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            leaf.keep(gradient, factor)
+            leaf.open.kept.append((gradient.reshape(leaf.master.shape), factor))
         for window in self.open:
             window.counted += 1
         for least in (GRADIENTS_PER_PASS, 1):
@@ -380,7 +375,7 @@ def _keep_staying(
     """Restores the rows in `unrounded` for channels that stay selected."""
     for rows, new, old_rows, old in zip(taken, chosen, unrounded, before, strict=True):
         _, at, was_at = np.intersect1d(new, old, assume_unique=True, return_indices=True)
-        rows[:, at] = old_rows[:, was_at]
+        rows[at] = old_rows[was_at]
 
 
 def _members(channels: np.ndarray, n: int) -> np.ndarray:

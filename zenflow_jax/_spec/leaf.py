@@ -101,19 +101,41 @@ class LeafSpec:
         assert self.axis is not None
         return (*self.shape[: self.axis], self.k, *self.shape[self.axis + 1 :])
 
-    def view4(self, channels: int) -> tuple[int, int, int, int]:
-        """Returns the shape as `(entries, rows, channels, tail)`, for the host.
+    @property
+    def trailing(self) -> bool:
+        """Returns whether channels are the last axis; the host then has the last two exchanged."""
+        return self.axis == len(self.shape) - 1 > 0
 
-        `entries` covers the stack axes. If the channel axis is last, `tail` is 1; otherwise `rows`
-        is 1.
+    def turned(self, x: Any) -> Any:
+        """Returns a jax or NumPy array of this leaf in the host's axis order, or the reverse."""
+        return x.swapaxes(-2, -1) if self.trailing else x
+
+    @property
+    def on_host(self) -> "LeafSpec":
+        """Returns the leaf in the host's axis order, in which a channel's elements are neighbours.
+
+        Mail, the host's arrays, uploads and the engine's saved state have this order.
         """
-        assert self.axis is not None
-        return (
-            math.prod(self.stack),
-            math.prod(self.shape[len(self.stack) : self.axis]),
-            channels,
-            math.prod(self.shape[self.axis + 1 :]),
+        if not self.trailing:
+            return self
+
+        def exchanged(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*axes[:-2], axes[-1], axes[-2])
+
+        place = self.placement
+        if place is not None:
+            place = dataclasses.replace(
+                place, block=exchanged(place.block), part=exchanged(place.part)
+            )
+        return dataclasses.replace(
+            self, shape=exchanged(self.shape), axis=len(self.shape) - 2, placement=place
         )
+
+    def view3(self, channels: int) -> tuple[int, int, int]:
+        """Returns the shape as `(entries, channels, width)`; `entries` covers the stack axes."""
+        assert self.axis is not None
+        assert not self.trailing
+        return math.prod(self.stack), channels, math.prod(self.shape[self.axis + 1 :])
 
 
 def check_memory(name: str, parameter: Any) -> None:

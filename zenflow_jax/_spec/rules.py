@@ -60,3 +60,9 @@ def check_share(name: str, value: object, kinds: str = "a float", remedy: str = 
     if not 0 <= float(value) <= 1:
         raise ValueError(f"`{name}` must be in [0, 1], got {value}.")
     return float(value)
+
+
+def is_compact(host_state: object) -> bool:
+    """Returns whether the host keeps moments in 8 bits; rejects an invalid `host_state`."""
+    check_one_of("host_state", host_state, ("float32", "compact"))
+    return host_state == "compact"

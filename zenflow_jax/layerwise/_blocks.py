@@ -5,51 +5,52 @@ or a caller of `params`, may keep the old ones.
 """
 
 import dataclasses
-import functools
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._spec.leaf import DTYPES
 from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.layerwise._optimizer import (
-    Control,
-    Parts,
-    Updater,
-    divide,
-    flat,
-    is_large,
-    join,
-    unflat,
-)
+from zenflow_jax.layerwise._optimizer import Control, Parts, Updater, flat, is_large, unflat
 from zenflow_jax.layerwise._separable import check_separable, leaf_name
-from zenflow_jax.layerwise._transfers import bytes_here, large_moved, moved
+from zenflow_jax.layerwise._transfers import bytes_here, large_bytes, large_moved, moved
 
 #: Neighbouring leaves are updated together, by one program, up to this size.
 _BUNDLE_BYTES = 32 * 1024**2
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Bundle:
     """Neighbouring leaves of a block that are updated together."""
 
     places: tuple[int, ...]
     number: np.int32  # the first leaf's, among all trained leaves
-    shapes: Sequence[Parts]
-    program: Callable[..., Any]
-    large: Sequence[bool]  # for each of the `flat` arrays
+    shapes: tuple[Parts, ...]  # with shardings in device memory
     nbytes: int  # of the large arrays, and of the weights among them, on one device
     weights_nbytes: int
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list)  # the current ones, `flat`
+    program: Any = None  # `Updater.update`, because a look-up takes as long as a call
+
+    @property
+    def weights(self) -> list[jax.Array]:
+        return self.arrays[: len(self.places)]
+
+    @property
+    def others(self) -> list[jax.Array]:
+        return self.arrays[len(self.places) :]
+
+    @property
+    def leaves(self) -> list[Parts]:
+        return unflat(self.arrays, self.shapes)
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,142 +61,74 @@ class Block:
     treedef: Any
     trains: bool
     names: Sequence[tuple[str, ...]]  # each leaf's, and those of its optimizer state
-    shapes: Sequence[Parts]  # with shardings in device memory
-    bundles: Sequence[Bundle]  # none if frozen
-    leaves: list[Parts]  # the current arrays
+    bundles: Sequence[Bundle]
+    updater: Updater
 
-    @functools.cached_property
-    def large(self) -> list[bool]:
-        """Returns which weights wait in host memory."""
-        return [is_large(x.weight) for x in self.shapes]
-
-    @functools.cached_property
-    def weights_nbytes(self) -> int:
-        """Returns the bytes of these weights on one device."""
-        return _large_bytes([x.weight for x in self.shapes])
+    def __post_init__(self) -> None:
+        self.shapes = [x for bundle in self.bundles for x in bundle.shapes]
+        self.weights_nbytes = sum(bundle.weights_nbytes for bundle in self.bundles)
+        for bundle in self.bundles if self.trains else ():
+            bundle.program = self.updater.update(self.treedef, bundle.places, bundle.shapes)
 
     def weights(self) -> list[jax.Array]:
-        return [leaf.weight for leaf in self.leaves]
+        return [x for bundle in self.bundles for x in bundle.weights]
 
-    def arrays(self, bundle: Bundle) -> list[jax.Array]:
-        """Returns the `flat` arrays of a bundle."""
-        return flat([self.leaves[i] for i in bundle.places])
+    def fill(self, bundle: Bundle, given: Sequence[Any], saved: Any) -> None:
+        """Makes a bundle's arrays from the user's leaves or, if it trains, from a saved state."""
+        paths = [self.names[i][0] for i in bundle.places]
+        if self.trains and saved is not None:
+            arrays = saved.read(int(bundle.number), paths, bundle.shapes)
+        else:
+            weights = map(_on_device, paths, [given[i] for i in bundle.places])
+            arrays = self.updater.init(self.treedef, bundle.places, bundle.shapes)([*weights])
+        # The user may reuse NumPy's memory, and the device holds one bundle at a time.
+        bundle.arrays = jax.block_until_ready(large_moved(arrays, HOST))
 
-    def update(
-        self,
-        bundle: Bundle,
-        arrays: Sequence[jax.Array],
-        gradients: Sequence[jax.Array],
-        control: Control,
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Updates a bundle; returns its copies in host memory, and the control's new report.
+    def update(self, bundle: Bundle, arrays: Any, gradients: Any, control: Control) -> jax.Array:
+        """Updates a bundle from its `flat` arrays on the device; returns the new report.
 
-        `arrays` are the leaves' `flat` arrays, on the device; the large ones are donated.
+        The large arrays are donated, and their copies in host memory may still be on their way.
         """
-        moving, staying = divide(arrays, bundle.large)
-        moving, staying, report = bundle.program(moving, staying, gradients, control, bundle.number)
-        moving = moved(moving, HOST)
-        self.replace(bundle, join(moving, staying, bundle.large))
-        return moving, report
-
-    def replace(self, bundle: Bundle, arrays: Sequence[jax.Array]) -> None:
-        """Replaces the leaves of a bundle by `flat` arrays."""
-        for i, leaf in zip(bundle.places, unflat(arrays, bundle.shapes), strict=True):
-            self.leaves[i] = leaf
-
-
-class BlockMaker:
-    """Makes blocks, one at a time, in order."""
-
-    def __init__(self, optimizer: optax.GradientTransformation, updater: Updater, saved: Any):
-        self._optimizer, self._updater, self._saved = optimizer, updater, saved
-        self._number = 0  # trained leaves so far
-        self._checked: set[Any] = set()
-
-    def make(self, name: str, tree: Any, *, trains: bool) -> tuple[Block, Callable[[], None]]:
-        """Returns a block without arrays, and a function that makes them.
-
-        They come from the user's tree or, if the block trains, from the saved state.
-        """
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        paths, given = [leaf_name(name, path) for path, _ in pairs], [x for _, x in pairs]
-        weights = [_shape_of(path, x) for path, x in zip(paths, given, strict=True)]
-        kind = treedef, tuple((x.shape, x.dtype) for x in weights)
-        if trains and weights and kind not in self._checked:
-            check_separable(self._optimizer, name, treedef.unflatten(weights))
-            self._checked.add(kind)
-        shapes, names = [Parts(x, ()) for x in weights], [(path,) for path in paths]
-        if trains:
-            leaves = [(treedef, i, x) for i, x in enumerate(weights)]
-            shapes = [self._updater.shapes(*leaf) for leaf in leaves]
-            names = [
-                (path, *self._updater.names(*x)) for path, x in zip(paths, leaves, strict=True)
-            ]
-        bundles = [*self._bundles(treedef, shapes)]
-        block = Block(name, treedef, trains, names, shapes, bundles if trains else (), [*shapes])
-        self._number += trains * len(paths)
-
-        def fill() -> None:
-            for bundle in bundles:
-                chosen = [paths[i] for i in bundle.places]
-                if trains and self._saved is not None:
-                    arrays = self._saved.read(int(bundle.number), chosen, bundle.shapes)
-                else:
-                    program = self._updater.init(treedef, bundle.places, bundle.shapes)
-                    arrays = program([_on_device(paths[i], given[i]) for i in bundle.places])
-                # The user may reuse NumPy's memory, and the device holds one bundle at a time.
-                arrays = large_moved(arrays, bundle.large, HOST)
-                block.replace(bundle, jax.block_until_ready(arrays))
-
-        return block, fill
-
-    def _bundles(self, treedef: Any, shapes: Sequence[Parts]) -> Iterator[Bundle]:
-        sizes = [sum(map(bytes_here, flat([leaf]))) for leaf in shapes]
-        begin = 0
-        for end in range(1, len(shapes) + 1):
-            if end < len(shapes) and sum(sizes[begin : end + 1]) <= _BUNDLE_BYTES:
-                continue
-            places, chosen = tuple(range(begin, end)), shapes[begin:end]
-            yield Bundle(
-                places,
-                np.int32(self._number + begin),
-                chosen,
-                self._updater.update(treedef, places, chosen),
-                [*map(is_large, flat(chosen))],
-                _large_bytes(flat(chosen)),
-                _large_bytes([x.weight for x in chosen]),
-            )
-            begin = end
+        new, report = bundle.program(gradients, control, bundle.number, *arrays)
+        bundle.arrays = large_moved(new, HOST)
+        return report
 
 
 def make_blocks(
-    params: Any, frozen: Collection[int | str], maker: BlockMaker, *, at_once: bool
+    params: Any,
+    frozen: Collection[int | str],
+    updater: Updater,
+    saved: Any,
+    *,
+    gradients: bool,
 ) -> list[Block]:
-    """Makes all blocks, with their arrays in host memory."""
+    """Makes all blocks, in order, with their arrays where they wait.
+
+    `gradients` is whether gradients may wait in pinned memory, too.
+    """
     if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
         raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
-    if isinstance(params["layers"], Mapping):
-        raise TypeError('`params["layers"]` is a mapping. Pass a list with one tree per layer.')
     if isinstance(frozen, str):
         raise TypeError(f"`frozen` is a string. Pass a list, such as [{frozen!r}].")
-    made: list[Block] = []
-    unfit: UnfitRunError | None = None
-    pinned, gradients = Counter[Any](), Counter[Any]()
     numbers: Iterable[int] = getattr(params["layers"], "numbers", itertools.count())
     layers = enumerate(zip(numbers, params["layers"], strict=False))
     named = ((i, f"layers.{number}", tree) for i, (number, tree) in layers)
+    made: list[Block] = []
+    checked, number, fits = set[Any](), 0, True
     for key, name, tree in itertools.chain([("outer", "outer", params["outer"])], named):
-        block, fill = maker.make(name, tree, trains=key not in frozen)
+        trains = key not in frozen
+        block, given = _described(name, tree, updater, number, checked, trains=trains)
         made.append(block)
-        pinned.update(bytes_at_rest([block]))
-        if block.trains and not at_once:
-            gradients.update(_bytes_by_device([x.weight for x in block.shapes]))
-        # Once memory is too small, the other blocks are only counted, for the error.
-        unfit = unfit or _unfit(pinned, gradients)
-        if unfit is None:
-            fill()
-    if unfit is not None:
-        raise _unfit(pinned, gradients) or unfit
+        number += trains * len(given)
+        try:
+            if fits:
+                _check_pinned(made, gradients=gradients)
+        except UnfitRunError:
+            fits = False  # the other blocks are only counted, for the error
+        for bundle in block.bundles if fits else ():
+            block.fill(bundle, given, saved)
+    if not fits:
+        _check_pinned(made, gradients=gradients)
     if len(made) == 1:
         raise ValueError(
             '`params["layers"]` has no layers. Pass at least one; an iterator works only once.'
@@ -204,15 +137,46 @@ def make_blocks(
     return made
 
 
-def _unfit(pinned: Counter[Any], gradients: Counter[Any]) -> UnfitRunError | None:
-    """Returns an error if one device needs more pinned memory than jax has for it."""
-    for device, size in pinned.items():
-        needs = {"weights and state": size, "gradients": gradients[device]}
-        try:
-            check_pinned({name: x for name, x in needs.items() if x}, device.platform)
-        except UnfitRunError as error:
-            return error
-    return None
+def _described(
+    name: str, tree: Any, updater: Updater, number: int, checked: set[Any], *, trains: bool
+) -> tuple[Block, list[Any]]:
+    """Returns a block without arrays, and the user's leaves; `checked` are kinds of trees."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths, given = [leaf_name(name, path) for path, _ in pairs], [x for _, x in pairs]
+    weights = [*map(_shape_of, paths, given)]
+    shapes, names = [Parts(x, ()) for x in weights], [(path,) for path in paths]
+    kind = treedef, tuple((x.shape, x.dtype) for x in weights)
+    if trains and weights and kind not in checked:
+        check_separable(updater.optimizer, name, treedef.unflatten(weights))
+        checked.add(kind)
+    if trains:
+        leaves = [(treedef, i, x) for i, x in enumerate(weights)]
+        shapes = [updater.shapes(*leaf) for leaf in leaves]
+        names = [(path, *updater.names(*x)) for path, x in zip(paths, leaves, strict=True)]
+    bundles = [*bundles_of(shapes, number)]
+    return Block(name, treedef, trains, names, bundles, updater), given
+
+
+def bundles_of(shapes: Sequence[Parts], number: int) -> Iterator[Bundle]:
+    """Yields the bundles of a block, whose first leaf has this number."""
+    sizes = [sum(map(bytes_here, flat([leaf]))) for leaf in shapes]
+    begin = 0
+    for end in range(1, len(shapes) + 1):
+        if end < len(shapes) and sum(sizes[begin : end + 1]) <= _BUNDLE_BYTES:
+            continue
+        chosen = tuple(shapes[begin:end])
+        nbytes = large_bytes(flat(chosen)), large_bytes([x.weight for x in chosen])
+        yield Bundle(tuple(range(begin, end)), np.int32(number + begin), chosen, *nbytes)
+        begin = end
+
+
+def _check_pinned(blocks: Sequence[Block], *, gradients: bool) -> None:
+    """Raises an error if one device needs more pinned memory than jax has for it."""
+    trained = [x.weight for block in blocks if block.trains for x in block.shapes]
+    more = _bytes_by_device(trained)
+    for device, size in bytes_at_rest(blocks).items():
+        needs = {"weights and state": size, "gradients": gradients * more[device]}
+        check_pinned({name: x for name, x in needs.items() if x}, device.platform)
 
 
 def check_names(names: Collection[int | str], layers: int) -> None:
@@ -229,14 +193,11 @@ def bytes_at_rest(blocks: Sequence[Block]) -> Counter[Any]:
 
 
 def _bytes_by_device(shapes: Sequence[Any]) -> Counter[Any]:
+    """Returns the bytes of large arrays for each of this process's devices."""
     sizes = Counter[Any]()
     for x in filter(is_large, shapes):
         sizes.update(dict.fromkeys(x.sharding.addressable_devices, bytes_here(x)))
     return sizes
-
-
-def _large_bytes(shapes: Sequence[Any]) -> int:
-    return sum(bytes_here(x) for x in shapes if is_large(x))
 
 
 def _shape_of(path: str, x: Any) -> jax.ShapeDtypeStruct:

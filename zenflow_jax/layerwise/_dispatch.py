@@ -12,16 +12,11 @@ import jax.numpy as jnp
 
 from zenflow_jax._device.memory import HOST
 from zenflow_jax.layerwise._blocks import Block
-from zenflow_jax.layerwise._programs import (
-    ModelProgram,
-    floats_of,
-    key_of,
-    trace_model,
-    types_of,
-)
+from zenflow_jax.layerwise._programs import ModelProgram, trace_model
 from zenflow_jax.layerwise._progress import Progress
+from zenflow_jax.layerwise._tracing import floats_of, key_of, types_of
 from zenflow_jax.layerwise._transfers import bytes_here, large_moved, moved
-from zenflow_jax.layerwise._updates import AHEAD, AfterBackward, DuringBackward
+from zenflow_jax.layerwise._updates import AHEAD, Updates
 
 
 @dataclasses.dataclass
@@ -38,19 +33,17 @@ class _Pass:
     total: Any = None  # the gradient of the outer weights that `last` reads
     g: list[Any] = dataclasses.field(default_factory=list)  # the carries' gradients
     g_shared: list[Any] = dataclasses.field(default_factory=list)
-    place: tuple = ()  # the shardings of `g`, and of `g_shared`
-    of_shared: tuple = ()
 
     def losses(self, outer: Any) -> list[tuple[jax.Array, jax.Array]]:
         """Runs `last`; returns each micro-batch's loss and weight."""
         shared = [[jax.tree.leaves(x)[j] for j in self.program.moving] for x in self.shared]
-        self.place, self.of_shared = _places(floats_of(self.carries[0])), _places(shared[0])
-        only, several = self.program.last(self.place, self.of_shared)
-        run, pairs = only if len(self.batches) == 1 else several, []
+        self.places.append(_places(floats_of(self.carries[0])))
+        self.of_shared = _places(shared[0])
+        run = self.program.last(self.places[-1], self.of_shared)[len(self.batches) > 1]
+        pairs = []
         for j, batch in enumerate(self.batches):
-            pair, self.total, g, g_shared = run(
-                self.total, outer, self.carries[j], shared[j], batch
-            )
+            made = run(self.total, outer, self.carries[j], shared[j], batch)
+            pair, self.total, g, g_shared = made
             pairs.append(pair)
             self.g.append(g)
             self.g_shared.append(g_shared)
@@ -59,21 +52,19 @@ class _Pass:
 
     def backward(self, i: int, weights: Any, inputs: Any) -> tuple[Any, jax.Array]:
         """Runs the backward programs of block `i`; returns its gradient and sum of squares."""
-        total, squares = None if i else self.total, None
+        program, squares = self.program.first_backward((), (), ()), None
         if i:
-            before, self.place = self.place, self.places.pop()
-            program = self.program.layers[i - 1].backward(before, self.place, self.of_shared)
-        else:
-            program = self.program.first_backward((), (), ())
-        runs = [program.other] * (len(self.batches) - 1) + [program.last]
-        if len(self.batches) == 1:
-            runs = [program.only]
-        for j, run in enumerate(runs):
+            before, after = self.places.pop(), self.places[-1]
+            program = self.program.layers[i - 1].backward(before, after, self.of_shared)
+        total = None if i else self.total
+        final = len(self.batches) - 1
+        for j in range(final + 1):
+            run = program.last if j == final > 0 else program.other
             arguments = (inputs[j], self.shared[j]) if i else (self.batches[j],)
-            (total, squares), others = run(
+            (total, squares), more = run(
                 total, self.weighing[j], weights, self.g[j], self.g_shared[j], *arguments
             )
-            self.g[j], self.g_shared[j] = others or (None, None)
+            self.g[j], self.g_shared[j] = more or (None, None)
         assert squares is not None
         return total, squares
 
@@ -88,7 +79,7 @@ class Dispatcher:
         self,
         functions: tuple[Callable, Sequence[Callable], Callable],
         blocks: Sequence[Block],
-        updates: DuringBackward | AfterBackward,
+        updates: Updates,
         progress: Progress,
         *,
         inputs_to_host: bool,
@@ -118,8 +109,8 @@ class Dispatcher:
         losses, weighing = zip(*run.losses(blocks[0].treedef.unflatten(outer)), strict=True)
         loss, weights_sum = self._mean(losses, weighing)
         # A single micro-batch has no weight; the last of several also gets the sum of weights.
-        run.weighing = [None] if len(batches) == 1 else [(x, None) for x in weighing]
-        run.weighing[-1] = run.weighing[-1] and (weighing[-1], weights_sum)
+        run.weighing = [(x, None) for x in weighing[:-1]]
+        run.weighing.append((weighing[-1], weights_sum) if run.weighing else None)
         self._dispatched(loss)
         updates.begin(loss, self.progress)
         for i in reversed(range(self._lowest, len(blocks))):
@@ -182,10 +173,10 @@ class Dispatcher:
         return [[self._copied[id(leaves[j])] for j in kept] for leaves in carries]
 
     def _taken(self, inputs: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        if self._inputs_to_host:
-            self.bytes_to_device += sum(map(bytes_here, jax.tree.leaves(inputs)))
-            return moved(inputs, "device")
-        return inputs
+        if not self._inputs_to_host:
+            return inputs
+        self.bytes_to_device += sum(map(bytes_here, jax.tree.leaves(inputs)))
+        return moved(inputs, "device")
 
     def _dispatched(self, result: Any) -> None:
         """Waits until Python is at most a few layers ahead of the device."""
@@ -210,7 +201,7 @@ class Dispatcher:
         """Starts to copy a block's weights to the device."""
         block = self._blocks[i]
         self.bytes_to_device += block.weights_nbytes
-        return large_moved(block.weights(), block.large, "device")
+        return large_moved(block.weights(), "device")
 
 
 def _places(arrays: Sequence[jax.Array]) -> tuple:

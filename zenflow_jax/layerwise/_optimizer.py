@@ -6,8 +6,10 @@ all other leaves, which jax takes for empty subtrees. So masks and label functio
 whole tree.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +43,7 @@ class Parts(NamedTuple):
 
 def flat(parts: Sequence[Parts]) -> list[Any]:
     """Returns the arrays of some leaves: first their weights, then their other arrays."""
-    return [x.weight for x in parts] + others(parts)
+    return [x.weight for x in parts] + [x for leaf in parts for x in leaf.others]
 
 
 def unflat(arrays: Sequence[Any], shapes: Sequence[Parts]) -> list[Parts]:
@@ -51,69 +53,70 @@ def unflat(arrays: Sequence[Any], shapes: Sequence[Parts]) -> list[Parts]:
     return [Parts(x, tuple(next(left) for _ in shape.others)) for x, shape in leaves]
 
 
-def others(parts: Sequence[Parts]) -> list[Any]:
-    return [x for leaf in parts for x in leaf.others]
-
-
 def is_large(x: Any) -> bool:
     """Returns whether an array waits in host memory between its uses."""
     return math.prod(x.shape) * x.dtype.itemsize >= SMALL_BYTES
 
 
 class Updater:
-    """The programs that make and update leaves, cached by the leaves' `places` in a block."""
+    """The programs that make and update leaves, which blocks with equal trees share.
+
+    Blocks are given by their treedef, and leaves by their places in it and their `Parts` as shapes
+    with shardings, which the results have, too.
+    """
 
     def __init__(self, optimizer: optax.GradientTransformation, options: dict[str, Any] | None):
-        self._optimizer, self._options = optimizer, options
-        self._programs: dict[Any, Any] = {}
-        self._states: dict[Any, Any] = {}
+        self.optimizer = optimizer
+        self._jit: Any = partial(jax.jit, compiler_options=options)
+        cached = self._state, self._init, self._update, self._masters
+        self.state, self.init, self.update, self.masters = map(functools.cache, cached)
+
+    def _state(self, treedef: Any, place: int, shape: tuple[int, ...]) -> Any:
+        """Returns the shapes of a leaf's optimizer state, as the optimizer's tree."""
+        tree = alone(treedef, place, jax.ShapeDtypeStruct(shape, jnp.float32))
+        return jax.eval_shape(self.optimizer.init, tree)
 
     def shapes(self, treedef: Any, place: int, leaf: Any) -> Parts:
         """Returns the shapes of a leaf's arrays, with shardings on the devices of `leaf`."""
-        state = jax.tree.leaves(self._state(treedef, place, leaf))
+        state = jax.tree.leaves(self.state(treedef, place, leaf.shape))
         rest = _REST.get(np.dtype(leaf.dtype))
         shapes = [] if rest is None else [jax.ShapeDtypeStruct(leaf.shape, rest)]
         return Parts(leaf, tuple(_placed(x, leaf) for x in (*shapes, *state)))
 
     def names(self, treedef: Any, place: int, leaf: Any) -> list[str]:
         """Returns the names of the arrays in a leaf's state, which identify the optimizer."""
-        pairs, _ = jax.tree_util.tree_flatten_with_path(self._state(treedef, place, leaf))
+        pairs, _ = jax.tree_util.tree_flatten_with_path(self.state(treedef, place, leaf.shape))
         return [jax.tree_util.keystr(path) for path, _ in pairs]
 
     def state_of(self, treedef: Any, place: int, leaf: Parts) -> Any:
         """Returns a leaf's optimizer state as the optimizer's tree."""
-        structure = jax.tree.structure(self._state(treedef, place, leaf.weight))
+        structure = jax.tree.structure(self.state(treedef, place, leaf.weight.shape))
         return structure.unflatten(leaf.others[-structure.num_leaves or len(leaf.others) :])
 
-    def _state(self, treedef: Any, place: int, leaf: Any) -> Any:
-        """Returns the shapes of a leaf's optimizer state, as the optimizer's tree."""
-        key = treedef, place, leaf.shape
-        if key not in self._states:
-            master = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-            tree = alone(treedef, place, master)
-            self._states[key] = jax.eval_shape(self._optimizer.init, tree)
-        return self._states[key]
-
-    def init(self, treedef: Any, places: tuple[int, ...], shapes: Sequence[Parts]) -> Callable:
+    def _init(self, treedef: Any, places: tuple[int, ...], shapes: tuple[Parts, ...]) -> Callable:
         """Returns a program that makes leaves from weights: (weights) -> `flat` arrays."""
 
+        def made(place: int, weight: Any, shape: Parts) -> Parts:
+            new = jnp.copy(weight)  # otherwise the result would be the caller's array
+            if not shape.others:  # frozen, or an optimizer without state
+                return Parts(new, ())
+            master = weight.astype(jnp.float32)
+            state = self.optimizer.init(alone(treedef, place, master))
+            return Parts(new, (*_rest(master, weight), *jax.tree.leaves(state)))
+
         def init(weights: Sequence[Any]) -> list[Any]:
-            leaves = zip(places, weights, shapes, strict=True)
-            return flat([self._made(treedef, *leaf) for leaf in leaves])
+            return flat([*map(made, places, weights, shapes)])
 
-        return self._jitted(init, (treedef, places), shapes, list)
+        return self._jit(init, out_shardings=[x.sharding for x in flat(shapes)])
 
-    def update(self, treedef: Any, places: tuple[int, ...], shapes: Sequence[Parts]) -> Callable:
-        """Returns a program that updates leaves.
+    def _update(self, treedef: Any, places: tuple[int, ...], shapes: tuple[Parts, ...]) -> Callable:
+        """Returns a program that updates leaves: (gradients, control, number, *arrays).
 
-        (moving, staying, gradients, control, number) -> moving, staying, report. `moving` contains
-        the large ones of the leaves' `flat` arrays, whose memory the program reuses, and `staying`
-        all others. `number` is the first leaf's.
+        Returns their new `flat` arrays, in the memory of the large ones, and the control's new
+        report. `number` is the first leaf's.
         """
-        large = [is_large(x) for x in flat(shapes)]
 
-        def update(moving: Any, staying: Any, g: Any, control: Control, number: Any) -> Any:
-            old = join(moving, staying, large)
+        def update(g: Any, control: Control, number: Any, *old: Any) -> Any:
             leaves = zip(places, unflat(old, shapes), g, strict=True)
             new = flat([self._updated(treedef, *x, control.factor) for x in leaves])
             kept = [jnp.where(control.counts, *x) for x in zip(new, old, strict=True)]
@@ -122,50 +125,26 @@ class Updater:
             for n, weight in enumerate(kept[: len(places)]):
                 is_first = control.counts & (report == 0) & ~jnp.all(jnp.isfinite(weight))
                 report = jnp.where(is_first, number + (1 + n), report)
-            return *divide(kept, large), report
+            return kept, report
 
-        def results(shardings: Sequence[Any]) -> Any:
-            return *divide(shardings, large), None
+        # Small arrays stay on the device, where a save or a caller may hold them.
+        large = [3 + i for i, x in enumerate(flat(shapes)) if is_large(x)]
+        shardings = [x.sharding for x in flat(shapes)], None
+        return self._jit(update, donate_argnums=large, out_shardings=shardings)
 
-        return self._jitted(update, (treedef, places), shapes, results, donate_argnums=0)
-
-    def masters(self, shapes: Sequence[Parts]) -> Callable:
+    def _masters(self, shapes: tuple[Parts, ...]) -> Callable:
         """Returns a program that makes leaves' masters: (`flat` arrays) -> float32 arrays."""
 
         def masters(arrays: Sequence[Any]) -> list[Any]:
             return [jnp.copy(_master(leaf)) for leaf in unflat(arrays, shapes)]
 
-        return self._jitted(masters, (), shapes, lambda x: list(x[: len(shapes)]))
-
-    def _jitted(
-        self,
-        function: Callable,
-        key: Any,
-        shapes: Sequence[Parts],
-        results: Callable[[Sequence[Any]], Any],
-        **options: Any,
-    ) -> Callable:
-        """Returns a program whose results have these shardings, from those of all arrays."""
-        signature = function.__name__, key, tuple(shapes)
-        if signature not in self._programs:
-            shardings = results([x.sharding for x in flat(shapes)])
-            options |= {"out_shardings": shardings, "compiler_options": self._options}
-            self._programs[signature] = jax.jit(function, **options)
-        return self._programs[signature]
-
-    def _made(self, treedef: Any, place: int, weight: Any, shape: Parts) -> Parts:
-        new = jnp.copy(weight)  # otherwise the result would be the caller's array
-        if not shape.others:  # frozen, or an optimizer without state
-            return Parts(new, ())
-        master = weight.astype(jnp.float32)
-        state = self._optimizer.init(alone(treedef, place, master))
-        return Parts(new, (*_rest(master, weight), *jax.tree.leaves(state)))
+        return self._jit(masters, out_shardings=[x.weight.sharding for x in shapes])
 
     def _updated(self, treedef: Any, place: int, leaf: Parts, gradient: Any, factor: Any) -> Parts:
         params = alone(treedef, place, _master(leaf))
         state = self.state_of(treedef, place, leaf)
         g = alone(treedef, place, gradient.astype(jnp.float32) * factor)
-        change, state = self._optimizer.update(g, state, params)
+        change, state = self.optimizer.update(g, state, params)
         (master,) = jax.tree.leaves(optax.apply_updates(params, change))
         weight = _rounded(master, leaf.weight.dtype)
         return Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))
@@ -174,18 +153,6 @@ class Updater:
 def alone(treedef: Any, place: int, x: Any) -> Any:
     """Returns a block's tree with one leaf, and None in place of all other leaves."""
     return treedef.unflatten([x if i == place else None for i in range(treedef.num_leaves)])
-
-
-def divide(arrays: Sequence[Any], large: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Returns the large arrays, and all others."""
-    pairs = [*zip(arrays, large, strict=True)]
-    return [x for x, is_large in pairs if is_large], [x for x, is_large in pairs if not is_large]
-
-
-def join(moving: Sequence[Any], staying: Sequence[Any], large: Sequence[bool]) -> list[Any]:
-    """Undoes `divide`."""
-    moving_left, staying_left = iter(moving), iter(staying)
-    return [next(moving_left if is_large else staying_left) for is_large in large]
 
 
 def _rounded(master: Any, dtype: Any) -> Any:
@@ -225,10 +192,10 @@ def _placed(x: Any, leaf: Any) -> Any:
     if x.shape != leaf.shape and isinstance(sharding, NamedSharding):
         spec: list[Any] = []
         if len(x.shape) == len(leaf.shape):
-            shards, spec = sharding.shard_shape(leaf.shape), [None] * len(leaf.shape)
-            for i, axis in enumerate(sharding.spec):
-                spec[i] = (
-                    axis if x.shape[i] % max(leaf.shape[i] // max(shards[i], 1), 1) == 0 else None
-                )
+            pairs = zip(leaf.shape, sharding.shard_shape(leaf.shape), strict=True)
+            counts = [whole // max(shard, 1) for whole, shard in pairs]
+            axes = [*sharding.spec, *[None] * len(counts)]
+            evenly = [n % max(count, 1) == 0 for n, count in zip(x.shape, counts, strict=True)]
+            spec = [axis if even else None for axis, even in zip(axes, evenly, strict=False)]
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -7,17 +7,27 @@ The weights' gradients of several micro-batches are added up in float32: each pr
 total so far and returns the new one, in the same memory.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AxisType, NamedSharding
+
+from zenflow_jax.layerwise._tracing import (
+    float_places,
+    floats_of,
+    is_float,
+    key_of,
+    live_inputs,
+    reads,
+    text_of,
+    traced,
+    types_of,
+    varied_by,
+)
 
 Options = dict[str, Any] | None
 
@@ -43,7 +53,7 @@ class WeightedLoss(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """A program for the only micro-batch, for the last of several, and for all others.
+    """A program for the last of several micro-batches, and for all others, or the only one.
 
     (total, weighing, weights, g, g_shared, inputs, shared) -> (gradient, squares), (g, g_shared)
 
@@ -52,7 +62,6 @@ class Backward(NamedTuple):
     sum of squares, but None while micro-batches remain.
     """
 
-    only: Callable[..., Any]
     last: Callable[..., Any]
     other: Callable[..., Any]
 
@@ -114,34 +123,43 @@ def trace_model(
     All arguments are `ShapeDtypeStruct`s; the structs of weights have shardings. The first entry in
     `trains` belongs to `outer`. `cache` contains layers that were traced before.
     """
-    with _noting("`first`", outer, batch):
-        made = jax.make_jaxpr(first, return_shape=True)(types_of(outer), batch)
-    _check_closure(made[0], "`first`")
-    if not (isinstance(made[1], tuple) and len(made[1]) == 2):
+    jit = partial(jax.jit, compiler_options=options)
+    _, made = traced("`first`", first, types_of(outer), batch)
+    if not (isinstance(made, tuple) and len(made) == 2):
         raise TypeError(
-            f"`first` must return (carry, shared), but returned {_text(made[1])}. Return "
+            f"`first` must return (carry, shared), but returned {text_of(made)}. Return "
             "`(carry, None)` if the layers share nothing."
         )
-    carry, shared = made[1]
+    carry, shared = made
     moving = _moving(first, types_of(outer), batch, carry, shared) if trains[0] else ()
     programs: list[LayerProgram] = []
     for i, (function, layer_weights) in enumerate(zip(layers, weights, strict=True)):
         key = function, trains[i + 1], moving, key_of(layer_weights), key_of((carry, shared))
         if key not in cache:
-            with _noting(f"layer {i}", carry, shared):
-                cache[key] = _trace_layer(
-                    function, layer_weights, carry, shared, moving, trains[i + 1], i, options
-                )
+            arguments = layer_weights, carry, shared, moving, trains[i + 1]
+            cache[key] = _trace_layer(f"layer {i}", function, *arguments, jit)
         programs.append(cache[key])
         carry = programs[-1].carry
-    with _noting("`last`", carry, batch):
-        closed, end = jax.make_jaxpr(last, return_shape=True)(types_of(outer), carry, batch)
-    _check_closure(closed, "`last`")
+    loss, read = _trace_last(last, types_of(outer), carry, batch)
+    leaves = jax.tree.leaves(outer)
+    return ModelProgram(
+        first=jit(first),
+        layers=programs,
+        loss=jit(loss),
+        last=_last_programs(loss, leaves, read if trains[0] else (), jit),
+        first_backward=_backward_programs(_pull_first(first, moving), leaves, False, jit),
+        moving=moving,
+    )
+
+
+def _trace_last(last: Callable, *args: Any) -> tuple[Callable, tuple[int, ...]]:
+    """Returns a function that returns loss and weight, and the outer weights that it reads."""
+    closed, end = traced("`last`", last, *args)
     pair = end if isinstance(end, WeightedLoss) else (end, end)
-    if [getattr(x, "shape", None) for x in pair] != [(), ()] or not _is_float(pair[0]):
+    if [getattr(x, "shape", None) for x in pair] != [(), ()] or not is_float(pair[0]):
         raise TypeError(
             "`last` must return a float scalar as the loss, or a `layerwise.WeightedLoss`, but "
-            f"returned {_text(end)}."
+            f"returned {text_of(end)}."
         )
 
     def loss(outer: Any, carry: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -149,128 +167,99 @@ def trace_model(
         value, weight = result if isinstance(result, WeightedLoss) else (result, 1.0)
         return value, jnp.asarray(weight, jnp.float32)
 
-    leaves = jax.tree.leaves(outer)
     live = live_inputs(closed.jaxpr, [True] + [False] * (len(closed.out_avals) - 1))
-    read = tuple(i for i in range(len(leaves)) if i in live) if trains[0] else ()
+    return loss, tuple(i for i in range(len(jax.tree.leaves(args[0]))) if i in live)
 
-    def with_gradient(total: Any, outer: Any, carry: Any, moved: Any, batch: Any) -> Any:
-        floats, rebuild = _split_floats(carry)
-        parts, rebuild_outer = _split_at(outer, read)
 
-        def varied(parts: Any, floats: Any) -> tuple[jax.Array, jax.Array]:
-            return loss(rebuild_outer(parts), rebuild(floats), batch)
+def _last_programs(loss: Callable, outer: Sequence[Any], read: tuple[int, ...], jit: Any) -> Any:
+    """Returns `ModelProgram.last`."""
 
-        value, (g_outer, g) = jax.value_and_grad(varied, (0, 1), has_aux=True)(parts, floats)
-        made: list[Any] = [None] * len(leaves)
-        for i, x in zip(read, g_outer, strict=True):
-            made[i] = x
-        return value, made, g, [*map(jnp.zeros_like, moved)]
+    def only(total: Any, outer: Any, carry: Any, moved: Any, batch: Any) -> Any:
+        floats = [count + i for i in float_places(carry)]
+        varied, parts = varied_by(loss, (outer, carry, batch), (*read, *floats))
+        value, g = jax.value_and_grad(varied, has_aux=True)(parts)
+        made = dict(zip(read, g[: len(read)], strict=True))
+        total = [made.get(i) for i in range(count)]
+        return value, total, g[len(read) :], [*map(jnp.zeros_like, moved)]
 
-    def adding(total: Any, *args: Any) -> Any:
-        value, made, *others = with_gradient(total, *args)
-        return value, _add(made, total, value[1]), *others
+    def several(total: Any, *args: Any) -> Any:
+        value, made, *more = only(None, *args)
+        return value, _add(made, total, value[1]), *more
 
     @functools.cache
-    def last_with(*of_gradients: Any) -> tuple[Any, Any]:
-        where = None, [x if i in read else None for i, x in enumerate(outer_shardings)]
-        shardings = {"out_shardings": (*where, *map(list, of_gradients))}
-        jit: Any = partial(jax.jit, compiler_options=options, **shardings)
-        return jit(with_gradient), jit(adding, donate_argnums=_TOTAL)
+    def programs(*of_gradients: Any) -> tuple[Any, Any]:
+        shardings = {"out_shardings": (None, where, *map(list, of_gradients))}
+        return jit(only, **shardings), jit(several, donate_argnums=_TOTAL, **shardings)
 
-    def pull(outer: Any, g: Any, g_shared: Any, batch: Any) -> tuple[Any, Any]:
-        return jax.tree.leaves(_pull_first(first, moving, outer, g, g_shared, batch)), ()
-
-    outer_shardings = [*map(_on_device, leaves)]
-    return ModelProgram(
-        first=jax.jit(first, compiler_options=options),
-        layers=programs,
-        loss=jax.jit(loss, compiler_options=options),
-        last=last_with,
-        first_backward=_backward_programs(pull, leaves, False, options),
-        moving=moving,
-    )
+    count = len(outer)
+    where = [_on_device(x) if i in read else None for i, x in enumerate(outer)]
+    return programs
 
 
 def _trace_layer(
+    name: str,
     function: Callable,
     weights: Any,
     carry: Any,
     shared: Any,
     moving: tuple[int, ...],
     trains: bool,
-    number: int,
-    options: Options,
+    jit: Any,
 ) -> LayerProgram:
-    closed, new = jax.make_jaxpr(function, return_shape=True)(types_of(weights), carry, shared)
-    _check_closure(closed, f"layer {number}")
-    count, jaxpr = len(jax.tree.leaves(carry)), closed.jaxpr
-    begin = len(jax.tree.leaves(weights))
-    places = {id(x): i for i, x in enumerate(jaxpr.invars[begin : begin + count])}
+    closed, new = traced(name, function, types_of(weights), carry, shared)
+    (shapes, treedef), jaxpr = jax.tree.flatten(carry), closed.jaxpr
+    begin, end = len(jax.tree.leaves(weights)), len(jax.tree.leaves((weights, carry)))
+    places = {id(x): i for i, x in enumerate(jaxpr.invars[begin:end])}
     passed = {i: places[id(x)] for i, x in enumerate(jaxpr.outvars) if id(x) in places}
+    floats = [begin + i for i in float_places(carry)]
+    trained = range(begin if trains else 0)
+    varying = *trained, *floats, *(end + i for i in moving)
 
     def forward(weights: Any, carry: Any, shared: Any) -> list[jax.Array]:
         made = jax.tree.leaves(function(weights, carry, shared))
         return [x for i, x in enumerate(made) if i not in passed]
 
-    pull, leaves = _pull_of(function, carry, moving, trains), jax.tree.leaves(carry)
-    g, g_shared = floats_of(new), [jax.tree.leaves(shared)[i] for i in moving]
-    whole = partial(pull, range(count))
-    kept = tuple(_reads(whole, 3, types_of(weights), g, g_shared, leaves, shared))
-    same = [key_of(x) for x in g] == [key_of(x) for x in floats_of(carry)]
-    return LayerProgram(
-        forward=jax.jit(forward, compiler_options=options),
-        backward=_backward_programs(
-            partial(pull, kept),
-            jax.tree.leaves(weights) if trains else None,
-            same,
-            options,
-        ),
-        carry=new,
-        passed=passed,
-        kept=kept,
-    )
-
-
-def _pull_of(function: Callable, like: Any, moving: tuple[int, ...], trains: bool) -> Callable:
-    """Returns a layer's vector-Jacobian product, which recomputes the layer."""
-    shapes, treedef = jax.tree.flatten(like)
-
     def pull(
         kept: Sequence[int], weights: Any, g: Any, g_shared: Any, inputs: Any, shared: Any
     ) -> tuple[Any, Any]:
+        """Returns the layer's vector-Jacobian product; recomputes the layer."""
         known = dict(zip(kept, inputs, strict=True))
         leaves = [
             known[i] if i in known else jnp.zeros(x.shape, x.dtype, device=x.sharding)
             for i, x in enumerate(shapes)
         ]
-        floats, rebuild = _split_floats(jax.tree.unflatten(treedef, leaves))
-        parts, join = _split_at(shared, moving)
+        args = weights, treedef.unflatten(leaves), shared
+        varied, parts = varied_by(lambda *args: floats_of(function(*args)), args, varying)
+        (made,) = jax.vjp(varied, parts)[1](g)
+        of_weights, made = made[: len(trained)], made[len(trained) :]
+        more = [a + b for a, b in zip(g_shared, made[len(floats) :], strict=True)]
+        return of_weights if trains else None, (made[: len(floats)], more)
 
-        def varied(weights: Any, floats: list[Any], parts: list[Any]) -> list[Any]:
-            return floats_of(function(weights, rebuild(floats), join(parts)))
+    g, g_shared = floats_of(new), [jax.tree.leaves(shared)[i] for i in moving]
+    whole = partial(pull, range(len(shapes)))
+    kept = tuple(reads(whole, 3, types_of(weights), g, g_shared, shapes, shared))
+    same = [key_of(x) for x in g] == [key_of(x) for x in floats_of(carry)]
+    of_trained = jax.tree.leaves(weights) if trains else None
+    backward = _backward_programs(partial(pull, kept), of_trained, same, jit)
+    return LayerProgram(jit(forward), backward, new, passed, kept)
 
-        if trains:
-            g_weights, g, more = jax.vjp(varied, weights, floats, parts)[1](g)
-        else:
-            g_weights, (g, more) = None, jax.vjp(partial(varied, weights), floats, parts)[1](g)
-        g_weights = None if g_weights is None else jax.tree.leaves(g_weights)
-        return g_weights, (g, [a + b for a, b in zip(g_shared, more, strict=True)])
+
+def _pull_first(first: Callable, moving: tuple[int, ...]) -> Callable:
+    """Returns the vector-Jacobian product of `first`."""
+
+    def begin(outer: Any, batch: Any) -> list[Any]:
+        carry, shared = first(outer, batch)
+        return floats_of(carry) + [jax.tree.leaves(shared)[i] for i in moving]
+
+    def pull(outer: Any, g: Any, g_shared: Any, batch: Any) -> tuple[Any, Any]:
+        varied, parts = varied_by(begin, (outer, batch), range(len(jax.tree.leaves(outer))))
+        return jax.vjp(varied, parts)[1]([*g, *g_shared])[0], ()
 
     return pull
 
 
-def _pull_first(
-    first: Callable, moving: tuple[int, ...], outer: Any, g: Any, g_shared: Any, batch: Any
-) -> Any:
-    def varied(outer: Any) -> Any:
-        carry, shared = first(outer, batch)
-        return floats_of(carry), _split_at(shared, moving)[0]
-
-    return jax.vjp(varied, outer)[1]((g, g_shared))[0]
-
-
 def _backward_programs(
-    pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, options: Options
+    pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, jit: Any
 ) -> Callable[..., Backward]:
     """Returns a function that returns programs for `pull`, as in `LayerProgram.backward`.
 
@@ -283,7 +272,7 @@ def _backward_programs(
         if g is None:
             return (None, jnp.float32(0)), more
         if weighing is None:
-            g = [x if y is None else x + y for x, y in _paired(g, total)]
+            g = _add(g, total)
         else:
             weight, weights_sum = weighing
             g = _add(g, total, weight)
@@ -302,147 +291,30 @@ def _backward_programs(
 
     @functools.cache
     def programs(before: tuple, after: tuple, shared: tuple) -> Backward:
-        more = ([*after], [*shared]) if after else None
-        results: Any = (wheres, None), more
-        jit: Any = partial(jax.jit, backward, out_shardings=results, compiler_options=options)
+        results: Any = (wheres, None), ([*after], [*shared]) if after else None
         donated = (_G, _G_SHARED) if same and before == after else (_G_SHARED,) if after else ()
-        return Backward(
-            only=jit(donate_argnums=(_TOTAL, *donated)),
-            last=jit(donate_argnums=(_TOTAL, *donated) if is_float32 else donated),
-            other=jit(donate_argnums=(_TOTAL, *donated)),
-        )
+        with_total = jit(backward, out_shardings=results, donate_argnums=(_TOTAL, *donated))
+        last = jit(backward, out_shardings=results, donate_argnums=donated)
+        return Backward(with_total if is_float32 else last, with_total)
 
     return programs
 
 
-def _add(g: Sequence[Any], total: Any, weight: Any) -> list[Any]:
-    """Returns the float32 total of gradients with another micro-batch's gradient."""
-    new = [None if x is None else x.astype(jnp.float32) * weight for x in g]
-    return [x if y is None else x + y for x, y in _paired(new, total)]
-
-
-def _paired(g: Sequence[Any], total: Any) -> Iterator[tuple[Any, Any]]:
-    return zip(g, [None] * len(g) if total is None else total, strict=True)
+def _add(g: Sequence[Any], total: Any, weight: Any = None) -> list[Any]:
+    """Returns the total of gradients with another micro-batch's; weighted ones are float32."""
+    if weight is not None:
+        g = [None if x is None else x.astype(jnp.float32) * weight for x in g]
+    pairs = zip(g, [None] * len(g) if total is None else total, strict=True)
+    return [x if y is None else x + y for x, y in pairs]
 
 
 def _moving(first: Callable, outer: Any, batch: Any, carry: Any, shared: Any) -> tuple[int, ...]:
     """Returns the leaves of `shared` whose gradients reach the outer weights."""
-    floats = _float_places(shared)
+    floats = float_places(shared)
     g_shared = [jax.tree.leaves(shared)[i] for i in floats]
-    pull = partial(_pull_first, first, floats)
-    return tuple(floats[i] for i in _reads(pull, 2, outer, floats_of(carry), g_shared, batch))
-
-
-def _reads(function: Callable, argument: int, *args: Any) -> list[int]:
-    """Returns the leaves of an argument that the results depend on."""
-    live = live_inputs(jax.make_jaxpr(function)(*args).jaxpr)
-    begin = len(jax.tree.leaves(args[:argument]))
-    return [i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live]
-
-
-def live_inputs(jaxpr: Any, outputs: Sequence[bool] | bool = True) -> set[int]:
-    """Returns the inputs that the chosen outputs depend on."""
-    return {i for i, is_live in enumerate(dce_jaxpr(jaxpr, outputs)[1]) if is_live}
-
-
-def _split_floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Returns the float leaves of a tree, and a function that puts other values in their place."""
-    return _split_at(tree, _float_places(tree))
-
-
-def _split_at(tree: Any, places: tuple[int, ...]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    leaves, treedef = jax.tree.flatten(tree)
-
-    def join(parts: list[Any]) -> Any:
-        new = leaves.copy()
-        for i, x in zip(places, parts, strict=True):
-            new[i] = x
-        return jax.tree.unflatten(treedef, new)
-
-    return [leaves[i] for i in places], join
-
-
-def _check_closure(closed: Any, name: str) -> None:
-    """Rejects weights that a function closes over, which would not be trained, and random keys."""
-    # The arrays that a function, or a jitted function inside it, closes over.
-    for x in (x for jaxpr in jaxprs(closed) for x in getattr(jaxpr, "consts", ())):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            raise ValueError(
-                f"{name} uses a random key that is not among its arguments, so all steps would "
-                "draw the same numbers. Pass keys in the batch."
-            )
-        if isinstance(x, jax.Array) and _is_float(x):
-            raise ValueError(
-                f"{name} uses an array {_text(x)} that is not among its arguments, so it would not "
-                "be trained. Pass weights as arguments; pass constants in the batch, return them "
-                "from `first` in `shared`, or make them NumPy arrays or Python numbers."
-            )
-
-
-def jaxprs(jaxpr: Any) -> Iterator[Any]:
-    """Yields a jaxpr and all jaxprs inside it."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves(equation.params):
-            if hasattr(inner, "eqns"):
-                yield from jaxprs(inner)
-
-
-@contextlib.contextmanager
-def _noting(name: str, *args: Any) -> Iterator[None]:
-    """Adds a function's arguments to its error."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"This happened in {name}, called with {' and '.join(map(_text, args))}.")
-        raise
-
-
-def _text(tree: Any) -> str:
-    return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
-
-
-def types_of(tree: Any) -> Any:
-    """Returns `shapes_of` with the shardings on explicit axes, which belong to an array's type."""
-
-    def type_of(x: Any, shape: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            return shape
-        if AxisType.Explicit not in sharding.mesh.axis_types:
-            return shape
-        return shape.update(sharding=NamedSharding(sharding.mesh, sharding.spec))
-
-    return jax.tree.map(type_of, tree, shapes_of(tree))
-
-
-def shapes_of(tree: Any) -> Any:
-    """Returns shapes without shardings; Python numbers keep weak types, so they adopt dtypes."""
-
-    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-        dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
-        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
-
-    return jax.tree.map(shape_of, tree)
+    live = reads(_pull_first(first, floats), 2, outer, floats_of(carry), g_shared, batch)
+    return tuple(floats[i] for i in live)
 
 
 def _on_device(x: Any) -> Any:
     return x.sharding.with_memory_kind("device")
-
-
-def key_of(shapes: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(shapes)
-    return treedef, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)
-
-
-def floats_of(tree: Any) -> list[Any]:
-    """Returns the float leaves of a tree."""
-    return [x for x in jax.tree.leaves(tree) if _is_float(x)]
-
-
-def _float_places(tree: Any) -> tuple[int, ...]:
-    return tuple(i for i, x in enumerate(jax.tree.leaves(tree)) if _is_float(x))
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

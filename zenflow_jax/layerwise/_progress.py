@@ -27,13 +27,6 @@ class Progress(NamedTuple):
     shares: Any  # float32, zero for frozen blocks
 
 
-class SoFar(NamedTuple):
-    """The blocks of a step whose gradients are known."""
-
-    squares: Any
-    share: Any
-
-
 def new_progress(sizes: Sequence[int], saved: Mapping[str, Any], everywhere: Any) -> Progress:
     """Returns a run's first progress, on all devices, from its blocks' sizes or saved counts."""
     shares = np.array(sizes, np.float32) / max(sum(sizes), 1)
@@ -56,21 +49,24 @@ class Judge:
             return jnp.minimum(1, max_grad_norm / jnp.maximum(jnp.sqrt(squares), max_grad_norm))
 
         @jit
-        def begin(loss: Any) -> tuple[Control, SoFar]:
-            """Returns a step's first control, for updates during the backward pass."""
+        def begin(loss: Any) -> tuple[Control, tuple[Any, Any]]:
+            """Returns the first control of a step with updates during its backward pass.
+
+            The pair is the squares and the share of the blocks whose gradients are known.
+            """
             control = Control(jnp.float32(1), jnp.isfinite(loss), jnp.int32(0))
-            return control, SoFar(jnp.float32(0), jnp.float32(0))
+            return control, (jnp.float32(0), jnp.float32(0))
 
         @jit
         def project(
-            control: Control, so_far: SoFar, shares: Any, squares: Any, block: Any
-        ) -> tuple[Control, SoFar]:
-            """Returns a block's control, from the squares so far over their earlier share."""
-            so_far = SoFar(so_far.squares + squares, so_far.share + shares[block])
+            control: Control, known: tuple[Any, Any], shares: Any, squares: Any, block: Any
+        ) -> tuple[Control, tuple[Any, Any]]:
+            """Returns a block's control, from the known squares over their earlier share."""
+            known = known[0] + squares, known[1] + shares[block]
             is_first = control.counts & ~jnp.isfinite(squares) & (control.report == 0)
             report = jnp.where(is_first, -1 - block, control.report)
-            factor = factor_of(so_far.squares / jnp.maximum(so_far.share, 1e-6))
-            return Control(factor, control.counts, report), so_far
+            factor = factor_of(known[0] / jnp.maximum(known[1], 1e-6))
+            return Control(factor, control.counts, report), known
 
         @jit
         def decide(all_squares: Sequence[Any]) -> Control:

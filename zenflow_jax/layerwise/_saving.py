@@ -6,7 +6,6 @@ numbered by their position among all trained leaves. Files contain a checksum fo
 
 import contextlib
 import dataclasses
-import functools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,18 +18,18 @@ from zenflow_jax._checkpoint.saving import Snapshot
 from zenflow_jax._checkpoint.stored import StoredArray, write_state
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.layerwise._blocks import Block, Bundle
+from zenflow_jax.layerwise._blocks import Block
 from zenflow_jax.layerwise._optimizer import Parts, flat, is_large
 
 #: The number of the layout, in the name of an array.
 LAYOUT_NAME = "layout_2_of_layerwise_trainers"
+_LAYOUT = {LAYOUT_NAME: np.array(2, np.int32)}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
     """A bundle's arrays, as a `Snapshot` knows leaves. They never change, so none is copied."""
 
-    number: int
     leaves: Sequence[Parts]
 
     @property
@@ -45,13 +44,8 @@ class _Kept:
 
 def new_snapshot(blocks: Sequence[Block], kept_bytes: int) -> Snapshot:
     """Captures the state: updates may replace arrays, and this many bytes of old arrays stay."""
-    bundles = [(block, bundle) for block in blocks for bundle in block.bundles]
-    kept = {int(bundle.number): _kept(block, bundle) for block, bundle in bundles}
-    return Snapshot(kept, kept_bytes)
-
-
-def _kept(block: Block, bundle: Bundle) -> _Kept:
-    return _Kept(int(bundle.number), [block.leaves[i] for i in bundle.places])
+    bundles = [bundle for block in blocks for bundle in block.bundles]
+    return Snapshot({int(x.number): _Kept(x.leaves) for x in bundles}, kept_bytes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,42 +67,39 @@ class TrainerSnapshot:
             raise ValueError("Weights are on devices of several processes. Save with `EngineSave`.")
         leaves: list[dict[str, Any]] = [{} for _ in self.shapes]
         for number, name, x in self._arrays():
-            leaves[number][name] = np.array(x).reshape(_saved_shape(x.shape))
-        return {"leaves": leaves, "counts": dict(self.counts), "layout": _layout()}
+            leaves[number][name] = np.array(x).reshape(_saved_shape(x))
+        return {"leaves": leaves, "counts": dict(self.counts), "layout": dict(_LAYOUT)}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file into an existing folder, and closes the snapshot."""
-        small = {"counts": self.counts, "layout": _layout()}
+        small = {"counts": self.counts, "layout": _LAYOUT}
         moment = "step {step}, {counted} of them counted".format(**self.counts)
-        leaves = [
-            {name: jax.ShapeDtypeStruct(_saved_shape(x.shape), x.dtype) for name, x in _named(leaf)}
-            for leaf in self.shapes
-        ]
+        leaves: list[dict[str, jax.ShapeDtypeStruct]] = [{} for _ in self.shapes]
         tensors: dict[str, tuple[Any, Sequence[int]]] = {}
         for number, leaf in enumerate(self.shapes):
             for name, x in _named(leaf):
-                for place in _saved_here(x):
+                leaves[number][name] = jax.ShapeDtypeStruct(_saved_shape(x), x.dtype)
+                for start, _, place in _pieces(x):
                     shape = tuple(s.stop - s.start for s in place)
-                    tensors[f"leaves/{number}/{name}@{_start(place)}"] = x.dtype, shape
-                    tensors[f"checksums/{number}/{name}/{_start(place)}"] = np.dtype(np.uint32), ()
+                    tensors[f"leaves/{number}/{name}@{start}"] = x.dtype, shape
+                    tensors[f"checksums/{number}/{name}/{start}"] = np.dtype(np.uint32), ()
         with contextlib.closing(self):
             write_state(folder, self.processes, moment, small, leaves, tensors, self._chunks())
 
     def _arrays(self) -> Iterator[tuple[int, str, jax.Array]]:
-        for _, kept in self.snapshot.leaves():
-            for number, leaf in enumerate(kept.leaves, kept.number):
+        for begin, kept in self.snapshot.leaves():
+            for number, leaf in enumerate(kept.leaves, begin):
                 for name, x in _named(leaf):
                     yield number, name, x
 
     def _chunks(self) -> Iterator[tuple[str, int, np.ndarray]]:
         for number, name, x in self._arrays():
-            for shard in x.addressable_shards:
-                if shard.replica_id == 0:
-                    start = _start(_bounds(shard.index, x.shape))
-                    piece = np.ascontiguousarray(shard.data)
-                    yield f"leaves/{number}/{name}@{start}", 0, piece
-                    checksum = np.array(_checksum(piece), np.uint32)
-                    yield f"checksums/{number}/{name}/{start}", 0, checksum
+            shards = {shard.device: shard.data for shard in x.addressable_shards}
+            for start, device, _ in _pieces(x):
+                piece = np.ascontiguousarray(shards[device])
+                yield f"leaves/{number}/{name}@{start}", 0, piece
+                checksum = np.array(_checksum(piece), np.uint32)
+                yield f"checksums/{number}/{name}/{start}", 0, checksum
 
 
 class SavedState:
@@ -131,7 +122,7 @@ class SavedState:
         leaves = []
         for n, (path, shape) in enumerate(zip(paths, shapes, strict=True), number):
             saved = self._leaves[n] if n < len(self._leaves) else {}
-            described = {name: (_saved_shape(x.shape), x.dtype) for name, x in _named(shape)}
+            described = {name: (_saved_shape(x), x.dtype) for name, x in _named(shape)}
             if {name: (tuple(x.shape), x.dtype) for name, x in saved.items()} != described:
                 raise UnfitRunError(
                     f"{path} {list(shape.weight.shape)} or its optimizer state has other shapes in "
@@ -142,51 +133,33 @@ class SavedState:
         return flat(leaves)
 
     def _array(self, number: int, name: str, shape: Any, path: str) -> jax.Array:
-        saved = self._leaves[number][name]
-        if isinstance(saved, StoredArray):
-            saved = _checked(saved, self._checksums[str(number)][name], f"{name} of {path}")
+        saved, pieces = self._leaves[number][name], []
         sharding = shape.sharding.with_memory_kind(HOST if is_large(shape) else "device")
-        places = sharding.addressable_devices_indices_map(shape.shape)
-        pieces = []
-        for device, index in places.items():
-            x = np.asarray(saved[_bounds(index, shape.shape)])
-            x = x.reshape(sharding.shard_shape(shape.shape))
+        indices = sharding.addressable_devices_indices_map(shape.shape)
+        places = {device: _bounds(index, shape.shape) for device, index in indices.items()}
+        if isinstance(saved, StoredArray):
+            _check(saved, places.values(), self._checksums[str(number)][name], f"{name} of {path}")
+        for device, place in places.items():
+            x = np.asarray(saved[place]).reshape(sharding.shard_shape(shape.shape))
             pieces.append(upload(x, device, sharding.memory_kind))
         return jax.make_array_from_single_device_arrays(shape.shape, sharding, pieces)
 
 
-@dataclasses.dataclass(frozen=True)
-class _CheckedPiece:
-    """A piece of a saved array, which is read whole, once, and compared with its checksum."""
-
-    piece: Any
-    checksum: int
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.piece.shape
-
-    def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        np.copyto(out, self._whole[index])
-
-    @functools.cached_property
-    def _whole(self) -> np.ndarray:
-        x = np.empty(self.shape, self.piece.dtype)
-        self.piece.read(tuple(slice(None) for _ in self.shape), x)
-        if _checksum(x) != self.checksum:
-            raise ValueError(
-                f"The saved {self.name} is damaged: its checksum differs. Use another checkpoint."
-            )
-        return x
-
-
-def _checked(saved: StoredArray, checksums: Mapping[str, Any], name: str) -> StoredArray:
-    checked, pieces = StoredArray(0, name, saved.shape, saved.dtype), {}
+def _check(saved: StoredArray, places: Any, checksums: Mapping[str, Any], name: str) -> None:
+    """Compares the checksums of all saved pieces that are read for some places."""
     for start, piece in saved.pieces.items():
-        pieces[start] = _CheckedPiece(piece, int(checksums[",".join(map(str, start))]), name)
-    checked.pieces = pieces
-    return checked
+        extent = [*zip(start, piece.shape, strict=True)]
+        if not any(
+            all(a < s.stop and s.start < a + n for (a, n), s in zip(extent, place, strict=True))
+            for place in places
+        ):
+            continue
+        x = np.empty(piece.shape, piece.dtype)
+        piece.read(tuple(slice(None) for _ in piece.shape), x)
+        if _checksum(x) != int(checksums[",".join(map(str, start))]):
+            raise ValueError(
+                f"The saved {name} is damaged: its checksum differs. Use another checkpoint."
+            )
 
 
 def _checksum(x: np.ndarray) -> int:
@@ -199,17 +172,21 @@ def _named(leaf: Parts) -> Iterator[tuple[str, Any]]:
     yield from ((f"array_{i}", x) for i, x in enumerate(leaf.others))
 
 
-def _saved_here(x: Any) -> Iterator[tuple[slice, ...]]:
-    """Yields the places of the pieces that this process saves: of each, the first device's."""
-    here, holders = jax.process_index(), {}
+def _pieces(x: Any) -> Iterator[tuple[str, Any, tuple[slice, ...]]]:
+    """Yields start, device and place of the pieces that this process saves.
+
+    Each piece is saved by the process of the first device that holds it.
+    """
+    holders = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         place = _bounds(index, x.shape)
-        holders.setdefault(_start(place), (device, place))
-    yield from (place for device, place in holders.values() if device.process_index == here)
+        start = ",".join(str(s.start) for s in place)
+        holders.setdefault(start, (start, device, place))
+    yield from (x for x in holders.values() if x[1].process_index == jax.process_index())
 
 
-def _saved_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape or (1,)  # files name a piece by its start, which a scalar lacks
+def _saved_shape(x: Any) -> tuple[int, ...]:
+    return x.shape or (1,)  # files name a piece by its start, which a scalar lacks
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -217,11 +194,3 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ..
     if not shape:
         return (slice(0, 1),)
     return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
-
-
-def _start(place: Sequence[slice]) -> str:
-    return ",".join(str(s.start) for s in place)
-
-
-def _layout() -> dict[str, np.ndarray]:
-    return {LAYOUT_NAME: np.array(2, np.int32)}

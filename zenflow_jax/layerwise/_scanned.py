@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._device.scans import INSTEAD, Evaluation, Scan, Stack, is_stack, layer_sharding
 from zenflow_jax._spec.leaf import as_pure, plain_name
-from zenflow_jax.layerwise._programs import key_of, live_inputs, shapes_of
+from zenflow_jax.layerwise._tracing import key_of, live_inputs, shapes_of
 
 _CHOOSER = "layerwise.ScannedModel"
 
@@ -26,24 +26,20 @@ _CHOOSER = "layerwise.ScannedModel"
 class ScannedModel:
     """The model of a `Trainer`, from a loss that scans over its layers.
 
-    The scan may come from jax, flax, haliax, haiku or Equinox. It may be inside `jax.jit`,
-    `jax.vmap` or `jax.checkpoint`, which is dropped because a trainer recomputes every layer. Its
-    other inputs, such as random keys, and its outputs may differ from layer to layer.
-
-    Layers are numbered in the scan's order: with `reverse=True`, layer 0 is the last in the stacks.
+    The scan may come from jax, flax, haliax, haiku or Equinox, and be inside `jax.jit`, `jax.vmap`
+    or `jax.checkpoint`, which is dropped. Layers are numbered in the scan's order: with
+    `reverse=True`, layer 0 is the last in the stacks.
 
     Args:
         loss_fn: Function of (params, batch) that returns a loss, as `Trainer`'s `last` does. Random
             keys, and arrays that are not trained, belong in the batch.
-        params: A tree of arrays or `ShapeDtypeStruct`s; only their shapes are used. Leaves that the
-            scan reads are stacks, with the layers along the first axis.
+        params: A tree of arrays or `ShapeDtypeStruct`s; only their shapes are used.
         batch: A batch or its shapes. Later batches may have other shapes.
         where: Function of (key path, leaf) that returns whether a leaf is a stack. By default, all
             leaves that a scan reads along the first axis are stacks.
 
     Attributes:
-        functions: The arguments `first`, `layer` and `last` of `Trainer` and
-            `planning.plan_layerwise`.
+        functions: The arguments `first`, `layer` and `last` of `Trainer` and `plan_layerwise`.
 
     Raises:
         ValueError: If the loss does not scan each stack exactly once, all in the same scan, or
@@ -87,11 +83,20 @@ class ScannedModel:
         else:
             stacks = [i for i, pair in enumerate(pairs) if where(*pair)]
         if not stacks:
-            raise self._misread(batch, *traced)
-        self._stacks, self._length = tuple(stacks), self._shapes[stacks[0]].shape[0]
+            raise ValueError(
+                "The loss scans no parameter layer by layer; layers that it stacks itself or calls "
+                f"one by one cannot be cut. Scan stacked parameters, or {INSTEAD[_CHOOSER]}."
+            )
+        self._stacks, self._length = tuple(stacks), (*self._shapes[stacks[0]].shape, 0)[0]
         cut = self._cut(batch, *traced)
-        if where is None:
-            self._check_outer(cut)
+        outer = [i for i in range(len(pairs)) if i not in stacks]
+        for i in cut.scanned & set(range(len(outer))) if where is None else ():
+            if self._shapes[outer[i]].shape[:1] == (self._length,):
+                raise ValueError(
+                    f"{self._names[outer[i]]} is changed before the scan at {cut.scan.line}, so "
+                    "all of it would be on the device, as an outer weight. Change it in the scan's "
+                    f"body, or pick the stacks with `{_CHOOSER}(where=...)`."
+                )
         self._cuts, self._reverse = {key_of(batch): cut}, cut.scan.reverse
         layers = [_layer] * self._length  # a trainer with fewer layers is an error
         self.functions = {"first": self._first, "layer": layers, "last": self._last}
@@ -99,17 +104,9 @@ class ScannedModel:
     def split(self, params: Any) -> dict[str, Any]:
         """Returns parameters in the form that `Trainer` takes, without copies to a device.
 
-        Args:
-            params: A tree like the constructor's, with NumPy arrays, jax arrays in any memory, or
-                `ShapeDtypeStruct`s with shardings.
-
-        Returns:
-            {"outer": tree, "layers": iterable of trees}. Each tree has the structure of `params`,
-            with None in place of all other leaves.
-
-        Raises:
-            ValueError: If shapes or dtypes differ from the constructor's, or if a mesh divides the
-                layer axis.
+        `params` is a tree like the constructor's, with NumPy arrays, jax arrays in any memory, or
+        `ShapeDtypeStruct`s with shardings that leave the layer axis whole. Each tree in the result
+        has the structure of `params`, with None in place of all other leaves.
         """
         leaves, treedef = jax.tree.flatten(params)
         pairs = jax.tree_util.tree_leaves_with_path(as_pure(params))
@@ -123,21 +120,18 @@ class ScannedModel:
                 text = f"{x.dtype}{list(x.shape)}, but was {shape.dtype}{list(shape.shape)}"
                 raise ValueError(f"{name} is {text}. Pass the same parameters to both calls.")
         stacks = {i: _slices(self._names[i], leaves[i]) for i in self._stacks}
-
-        def layer(number: int) -> Any:
-            return treedef.unflatten(
-                stacks[i](number) if i in stacks else None for i in range(len(leaves))
-            )
-
         outer = (None if i in stacks else x for i, x in enumerate(leaves))
         numbers = range(self._length)[:: -1 if self._reverse else 1]
-        return {"outer": treedef.unflatten(outer), "layers": _Layers(numbers, layer)}
+        layers = _Layers(
+            numbers,
+            lambda n: treedef.unflatten(
+                stacks[i](n) if i in stacks else None for i in range(len(leaves))
+            ),
+        )
+        return {"outer": treedef.unflatten(outer), "layers": layers}
 
     def join(self, params: Mapping[str, Any]) -> Any:
-        """Returns the result of `Trainer.params` as a tree like the constructor's.
-
-        The arrays are copies in NumPy, which take no device memory.
-        """
+        """Returns the result of `Trainer.params` as a tree like the constructor's, in NumPy."""
         layers = [*params["layers"]][:: -1 if self._reverse else 1]
         stacks = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *layers)
         return jax.tree.map(
@@ -176,29 +170,6 @@ class ScannedModel:
     def _traced(self, batch: Any) -> tuple[Any, Any]:
         params = self._treedef.unflatten(self._shapes)
         return jax.make_jaxpr(self._loss_fn, return_shape=True)(params, batch)
-
-    def _misread(self, batch: Any, traced: Any, loss: Any) -> ValueError:
-        """Returns the error for a loss that scans no leaf: how and where it reads one instead."""
-        errors = []
-        for i, shape in enumerate(self._shapes):
-            self._stacks, self._length = (i,), (*shape.shape, 0)[0]
-            try:
-                self._cut(batch, traced, loss)
-            except ValueError as error:
-                errors.append(error)
-        # The first that says what to use without such a scan, otherwise the first.
-        return min(errors, key=lambda error: INSTEAD[_CHOOSER] not in str(error))
-
-    def _check_outer(self, cut: "_Cut") -> None:
-        """Rejects stacks that change before the scan, because the device would hold all of them."""
-        outer = [i for i in range(len(self._names)) if i not in self._stacks]
-        for i in cut.scanned & set(range(len(outer))):
-            if self._shapes[outer[i]].shape[:1] == (self._length,):
-                raise ValueError(
-                    f"{self._names[outer[i]]} is changed before the scan at {cut.scan.line}, so "
-                    "all of it would be on the device, as an outer weight. Change it in the scan's "
-                    f"body, or pick the stacks with `{_CHOOSER}(where=...)`."
-                )
 
     def _cut(self, batch: Any, traced: Any, loss: Any) -> "_Cut":
         """Cuts the traced loss; `batch` and `loss` are shapes."""

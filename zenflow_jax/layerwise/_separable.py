@@ -1,7 +1,5 @@
 """Refuses optimizers that cannot update one leaf at a time, from their traced programs."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from zenflow_jax.layerwise._optimizer import alone
-from zenflow_jax.layerwise._programs import jaxprs, live_inputs
+from zenflow_jax.layerwise._tracing import jaxprs, live_inputs
 
 
 class _Twins:
@@ -36,23 +34,28 @@ def check_separable(optimizer: optax.GradientTransformation, name: str, tree: An
     paths = [path for path, _ in pairs]
     keys = [path[-1] if path else jax.tree_util.SequenceKey(0) for path in paths]
     params = treedef.unflatten(_Twins(key, x, x) for key, x in zip(keys, shapes, strict=True))
-    with _explaining(name):
+    try:
         init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
         update, made = jax.make_jaxpr(optimizer.update, return_shape=True)(params, state, params)
         for one in (alone(treedef, j, x) for j, x in enumerate(shapes)):
             jax.eval_shape(optimizer.update, one, jax.eval_shape(optimizer.init, one), one)
-    if drawing := [
-        equation.primitive.name
-        for jaxpr in (*jaxprs(init), *jaxprs(update))
-        for equation in jaxpr.eqns
-        if equation.primitive.name.startswith(("random_", "threefry"))
-    ]:
-        raise ValueError(
-            f"`optimizer` draws random numbers ({drawing[0]}), which would be the same for leaves "
-            "of the same shape, because it updates one leaf at a time. Use an optimizer without "
-            "random numbers."
+    except Exception as error:
+        error.add_note(
+            f"This happened in `optimizer`, called with the tree of {name}, in which each leaf was "
+            "a pair, or all but one were None. A trainer updates one leaf at a time, without other "
+            "arguments than gradients and weights: masks and labels must be functions of one "
+            "layer's tree, in which other leaves are None."
         )
-    if _described(made[1]) != _described(state):
+        raise
+    equations = (x for jaxpr in (*jaxprs(init), *jaxprs(update)) for x in jaxpr.eqns)
+    if any(x.primitive.name.startswith(("random_", "threefry")) for x in equations):
+        raise ValueError(
+            "`optimizer` draws random numbers, which would be the same for leaves of the same "
+            "shape, because it updates one leaf at a time. Use an optimizer without random numbers."
+        )
+    if [(x.shape, x.dtype) for x in jax.tree.leaves(made[1])] != [
+        (x.shape, x.dtype) for x in jax.tree.leaves(state)
+    ]:
         raise ValueError(
             "`optimizer` changes the shapes or dtypes of its state in an update, so its state has "
             "no fixed place in host memory. Use an optimizer whose state keeps them."
@@ -85,29 +88,6 @@ def _read(init: Any, update: Any, leaf: int, count: int, states: int) -> set[int
         known |= reached
     leaves = {i % (count + states) for i in inputs} - set(range(count, count + states))
     return leaves | live_inputs(init.jaxpr, [i in known for i in range(states)])
-
-
-@contextlib.contextmanager
-def _explaining(name: str) -> Iterator[None]:
-    """Explains the errors of an optimizer that wants more than one block's leaves."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, TypeError) and "required keyword-only argument" in str(error):
-            raise TypeError(
-                f"`optimizer` needs arguments that a trainer does not have: {error}. Use an "
-                "optimizer that needs only gradients and weights."
-            ) from error
-        error.add_note(
-            f"This happened in `optimizer`, called with the tree of {name}, in which each leaf was "
-            "a pair, or all but one were None. A trainer updates one leaf at a time: masks and "
-            "labels must be functions of one layer's tree, in which other leaves are None."
-        )
-        raise
-
-
-def _described(state: Any) -> list[tuple[Any, Any]]:
-    return [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
 
 
 def leaf_name(name: str, path: Any) -> str:

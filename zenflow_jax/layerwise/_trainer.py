@@ -16,7 +16,6 @@ from zenflow_jax._spec.arguments import check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax.layerwise._blocks import (
     Block,
-    BlockMaker,
     bytes_at_rest,
     check_names,
     checksum_of_names,
@@ -27,7 +26,7 @@ from zenflow_jax.layerwise._optimizer import Updater
 from zenflow_jax.layerwise._progress import Judge, new_progress
 from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot, new_snapshot
 from zenflow_jax.layerwise._transfers import large_moved, moved
-from zenflow_jax.layerwise._updates import AfterBackward, DuringBackward
+from zenflow_jax.layerwise._updates import Updates
 
 #: By default, this many of the largest updated arrays may be in flight.
 _IN_FLIGHT = 3
@@ -37,21 +36,17 @@ class Trainer:
     """Trains a model with an optax optimizer, layer by layer; weights and state are in host memory.
 
     The device holds a few layers at a time. In each direction, Python calls one program per layer;
-    in the backward pass, the optimizer's update runs on the device, one leaf at a time. The model
-    is three pure functions, which `ScannedModel` makes from a loss that scans its layers:
+    in the backward pass, which recomputes each layer, the optimizer's update runs on the device,
+    one leaf at a time. `ScannedModel` makes the three functions from a loss that scans its layers:
 
     * `first(outer, batch)` returns (carry, shared): the input of layer 0, and data that all layers
       read, such as rotations or an encoder's output, or None.
-    * `layer(weights, carry, shared)` returns the next carry.
+    * `layer(weights, carry, shared)` returns the next carry, which is any tree of arrays.
     * `last(outer, carry, batch)` returns the loss, a scalar, or a `WeightedLoss` that gives each
       micro-batch a weight, for instance its number of targets.
 
-    Any tree of arrays can be a carry. The backward pass recomputes each layer.
-
-    Pinned host memory: with bf16 weights, 4 bytes per parameter and the optimizer's state, so 12
-    with AdamW, 8 with Lion or Muon, and 4 with SGD; "after_backward" needs another 2 for gradients.
-    Arrays below 64 KiB stay on the device. Only one thread may call a trainer; on a mesh over
-    several processes, all processes must make the same calls.
+    docs/layerwise.md says what each optimizer needs in pinned host memory. Only one thread may call
+    a trainer; on a mesh over several processes, all processes must make the same calls.
 
     Args:
         params: {"outer": tree, "layers": iterable of trees}, in NumPy or jax arrays in any memory,
@@ -74,17 +69,16 @@ class Trainer:
         frozen: Layers that are not trained, by number, and "outer" for the outer weights.
         max_skipped: Consecutive skipped steps after which a call raises an error. None means never.
         in_flight_bytes: Device memory for arrays on their way to and from updates. By default,
-            three times a layer's largest leaf with its state. Twice a layer with its state hides
-            the bus behind the backward pass.
+            three times a layer's largest leaf with its state. Half of it also holds gradients that
+            wait for updates "after_backward"; others wait in pinned memory.
         compiler_options: Options for all programs, as in `jax.jit`.
         state: The result of `state` or `EngineRestore`, to resume that run with bit-identical
             results. Then `params` may be `ShapeDtypeStruct`s with shardings, except for frozen
             weights.
 
     Raises:
-        ValueError: If an argument is out of range, `state` belongs to another model or optimizer,
-            or `optimizer` mixes leaves or draws random numbers; in `step`, if a function uses a
-            float array or a random key that is not among its arguments.
+        ValueError: If `state` belongs to another model or optimizer, or `optimizer` mixes leaves or
+            draws random numbers; in `step`, if a function captures a float array or a random key.
         TypeError: If `params` have a different structure, or are not floats, or `optimizer` needs
             more arguments; in `step`, if the functions do not fit together.
 
@@ -133,17 +127,11 @@ class Trainer:
         check_int_or_none("max_skipped", max_skipped, 1)
         check_int_or_none("in_flight_bytes", in_flight_bytes, 0)
         check_numbers(max_grad_norm=max_grad_norm)
-        if not isinstance(optimizer, optax.GradientTransformation):
-            raise TypeError(
-                f"`optimizer` is a {type(optimizer).__name__}. Pass an optax optimizer, such as "
-                "`optax.adamw(1e-4)`."
-            )
         at_once = updates == "during_backward"
         saved = None if state is None else SavedState(state)
         counts: Mapping[str, Any] = {} if saved is None else saved.counts
         self._updater = Updater(optimizer, compiler_options)
-        maker = BlockMaker(optimizer, self._updater, saved)
-        blocks = make_blocks(params, frozen, maker, at_once=at_once)
+        blocks = make_blocks(params, frozen, self._updater, saved, gradients=not at_once)
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
             raise ValueError(
@@ -166,14 +154,13 @@ class Trainer:
         self._processes = sorted({device.process_index for device in devices})
         self._failure: BaseException | None = None
         self._closed = False
-        # Steps and verdicts that were not read yet.
-        self._verdicts: deque[tuple[int, jax.Array]] = deque()
+        self._verdicts: deque[tuple[int, jax.Array]] = deque()  # of steps, not read yet
         self._skipped, self._step_s = int(counts.get("skipped", 0)), 0.0
         # A huge outer leaf does not count; it is updated when nothing else is in flight.
         largest = max((x.nbytes for block in blocks[1:] for x in block.bundles), default=0)
         in_flight = _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes
-        kind = DuringBackward if at_once else AfterBackward
-        self._updates = kind(blocks, Judge(max_grad_norm, compiler_options), in_flight)
+        judge = Judge(max_grad_norm, compiler_options)
+        self._updates = Updates(blocks, judge, in_flight, at_once=at_once)
         sizes = [block.trains * sum(x.weight.size for x in block.shapes) for block in blocks]
         self._dispatcher = Dispatcher(
             (first, layers, last),
@@ -186,10 +173,9 @@ class Trainer:
 
     @property
     def stats(self) -> EngineStats:
-        """Returns counts, seconds and bytes so far.
+        """Returns counts, seconds, one device's bytes moved, and this process's pinned bytes.
 
-        Bytes moved are those of one device; `pinned_bytes` are between steps, of this process.
-        `skipped_steps` are among the steps whose verdict was read: all but the last.
+        `skipped_steps` does not include the last step.
         """
         return EngineStats(
             steps=self.steps,
@@ -208,12 +194,8 @@ class Trainer:
     def step(self, *batches: Any) -> jax.Array:
         """Takes one step, and returns its loss without waiting for it.
 
-        Args:
-            batches: A batch, which is any tree of arrays, or several micro-batches with equal
-                shapes. In each direction, weights are fetched once for all micro-batches.
-
-        Returns:
-            A float32 scalar: the weighted mean loss of the micro-batches.
+        `batches` are a batch, which is any tree of arrays, or several micro-batches with equal
+        shapes, for which weights are fetched once. The loss is their weighted mean, in float32.
 
         Raises:
             RuntimeError: If the trainer is closed or was interrupted.
@@ -252,16 +234,15 @@ class Trainer:
     def evaluate(self, batch: Any, last: Callable[[Any, Any, Any], Any] | None = None) -> Any:
         """Returns the loss of a batch, or the result of another `last`, without training.
 
-        `last(outer, carry, batch)` may return any tree of arrays. Waits for pending updates, layer
-        by layer, but not for the result.
+        `last(outer, carry, batch)` may return any tree of arrays. Does not wait for the result.
         """
         self._check()
         return self._dispatcher.evaluate(self._dispatcher.program(batch), batch, last)
 
     def params(self) -> dict[str, Any]:
-        """Returns the weights after the last step, in the structure of the constructor's `params`.
+        """Returns the weights after the last step, like the constructor's `params`.
 
-        The arrays never change. Large ones are in pinned host memory. Waits for the last step.
+        The arrays never change. Large ones are in pinned host memory.
         """
         self.wait()
         outer, *layers = (x.treedef.unflatten(x.weights()) for x in self._blocks)
@@ -270,14 +251,14 @@ class Trainer:
     def master_params(self, name: int | str) -> Any:
         """Makes the float32 weights of a layer, by its number, or "outer" for the outer weights.
 
-        Returns a tree of float32 arrays in pinned host memory, or frozen weights as they are.
+        They are in pinned host memory; frozen weights are returned as they are.
         """
         block = self._block(name)
         if not block.trains:
             return block.treedef.unflatten(block.weights())
         masters = []
         for bundle in block.bundles:  # a few leaves on the device at a time
-            arrays = large_moved(block.arrays(bundle), bundle.large, "device")
+            arrays = large_moved(bundle.arrays, "device")
             made = self._updater.masters(bundle.shapes)(arrays)
             masters += jax.block_until_ready(moved(made, HOST))
         return block.treedef.unflatten(masters)
@@ -285,12 +266,12 @@ class Trainer:
     def optimizer_states(self, name: int | str) -> list[Any]:
         """Returns the optimizer's state of each leaf in a layer, named as in `master_params`.
 
-        Each is for the layer's tree with None in place of all other leaves. The arrays never
-        change; large ones are in pinned host memory. Frozen layers have none.
+        Each is for the layer's tree with None in place of all other leaves. Frozen layers have
+        none.
         """
         block = self._block(name)
-        leaves = enumerate(block.leaves if block.trains else ())
-        return [self._updater.state_of(block.treedef, i, leaf) for i, leaf in leaves]
+        leaves = [x for bundle in block.bundles for x in bundle.leaves if block.trains]
+        return [self._updater.state_of(block.treedef, i, leaf) for i, leaf in enumerate(leaves)]
 
     def _block(self, name: int | str) -> Block:
         check_names({name}, len(self._blocks) - 1)
@@ -300,8 +281,8 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Copies the state for a checkpoint into NumPy arrays: weights, masters' rests, optimizer.
 
-        Pass it to a new trainer as `state`. It contains all weights except frozen weights. With
-        orbax, `EngineSave(trainer)` saves the same state without a copy, from all processes.
+        It contains all weights except frozen weights. With orbax, `EngineSave(trainer)` saves the
+        same state without a copy, from all processes.
         """
         return self.snapshot(0).tree()
 
@@ -334,8 +315,8 @@ class Trainer:
     def close(self) -> None:
         """Frees the weights and the state; the trainer rejects later calls. Safe to call twice."""
         self._closed = True
-        for block in self._blocks:
-            block.leaves.clear()
+        for bundle in (x for block in self._blocks for x in block.bundles):
+            bundle.arrays.clear()
 
     def __enter__(self) -> "Trainer":
         return self

@@ -1,12 +1,8 @@
-"""The GPUs that a plan supports, with the sources of their numbers.
+"""The GPUs that a plan supports.
 
-Memory is in MiB, as reported by the driver. All other numbers are from NVIDIA's data sheets: memory
-bandwidth, bfloat16 products of dense matrices with float32 sums, PCIe per direction. The host
-bandwidth per GPU is assumed: a share of a server's memory channels, or a desktop's two.
-
-https://www.nvidia.com/en-us/data-center/h100/, .../h200/, .../a100/, .../l40s/;
-the architecture white papers of Ada and GA102 for the RTX cards, whose tensor cores run at half
-their rate with float32 sums.
+Memory is as reported by the driver. Other numbers are from https://www.nvidia.com/en-us/data-center
+(/h100, /h200, /a100, /l40s) and the white papers of Ada and GA102, whose tensor cores run at half
+their rate with float32 sums. A host's numbers are assumed.
 """
 
 import dataclasses
@@ -17,8 +13,6 @@ _MIB = 2**20
 #: Shares of a GPU's peak operations: a usual one, and the best that was measured for full training
 #: on an RTX 4090 (SlideFormer 85%; LLMQ, arXiv:2512.15306, 72%).
 EFFICIENCY, BEST_EFFICIENCY = 0.4, 0.85
-#: The assumed share of the GPU's memory bandwidth.
-OF_BANDWIDTH = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,24 +24,16 @@ class Gpu:
     bandwidth: float  #: Bytes per second of the GPU's memory.
     flops: float  #: Peak operations per second of bfloat16 matrix products.
     bus: float  #: Bytes per second, each way, to pinned host memory: 0.8 of PCIe's raw rate.
-    host_bandwidth: float  #: Bytes per second of host memory per GPU, assumed.
-    host_memory: int  #: Bytes of host memory per GPU, assumed.
+    host_bandwidth: float  #: Bytes per second of host memory per GPU.
+    host_memory: int  #: Bytes of host memory per GPU.
     capability: tuple[int, int]  #: CUDA's compute capability.
     cores: int  #: Number of multiprocessors.
     l2_cache: int  #: Bytes.
     core_memory: int  #: Bytes that the threads of one multiprocessor share.
 
-    def seconds(self, flops: float, moved: float, efficiency: float = EFFICIENCY) -> float:
-        """Returns the time of `flops` at a share of the peak, or of `moved` bytes if longer."""
-        return max(1e-9, flops / self.flops / efficiency, moved / self.bandwidth / OF_BANDWIDTH)
-
     def host_beside(self, devices: int) -> tuple[float, int]:
-        """Returns the assumed bandwidth and memory, in bytes, of a host with `devices` GPUs.
-
-        A server's bandwidth and memory grow with its GPUs, the bandwidth at most fourfold; a
-        desktop's do not.
-        """
-        if self.host_memory < _SERVER:
+        """Returns the assumed bandwidth and memory, in bytes, of a host with `devices` GPUs."""
+        if self.host_memory < _SERVER:  # a desktop
             return self.host_bandwidth, self.host_memory
         return self.host_bandwidth * min(devices, 4), self.host_memory * devices
 
@@ -56,26 +42,17 @@ class Gpu:
         """Returns XLA's GpuTargetConfig in text form."""
         major, minor = self.capability
         threads = 2048 if major == 9 or minor == 0 else 1536
+        fpus = 64 if (major, minor) == (8, 0) else 128
         return f"""
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
-  core_count: {self.cores}
-  clock_rate_ghz: 1.98
-  device_memory_size: {self.memory}
-  memory_bandwidth: {int(self.bandwidth)}
-  l2_cache_size: {self.l2_cache}
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  threads_per_core_limit: {threads}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {self.core_memory - 1024}
-  shared_memory_per_core: {self.core_memory}
-  fpus_per_core: {64 if (major, minor) == (8, 0) else 128}
+  core_count: {self.cores} clock_rate_ghz: 1.98 fpus_per_core: {fpus}
+  device_memory_size: {self.memory} memory_bandwidth: {int(self.bandwidth)}
+  l2_cache_size: {self.l2_cache} shared_memory_per_core: {self.core_memory}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.core_memory - 1024}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
@@ -107,10 +84,8 @@ def gpu_named(device: str | Gpu) -> Gpu:
     """Returns the GPU for a key of `GPUS`, or `device` itself."""
     gpu = GPUS.get(device) if isinstance(device, str) else device
     if gpu is None:
-        raise ValueError(
-            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU, pass a "
-            "`zenflow_jax.planning.Gpu` with its figures."
-        )
+        names = ", ".join(GPUS)
+        raise ValueError(f"`device` must be one of {names}, or a `Gpu`, got {device!r}.")
     return gpu
 
 
@@ -121,14 +96,7 @@ def gpu_here() -> Gpu | None:
     # JAX_PLATFORMS=cuda with JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 asserts (jax 0.10.2).
     except (RuntimeError, AssertionError):
         return None
-    return gpu_of_kind(kind)
-
-
-def gpu_of_kind(kind: str) -> Gpu | None:
-    """Returns the GPU with this driver's name, or None if the table lacks it."""
-    words = set(kind.lower().replace("-", " ").split())
-    for key, gpu in GPUS.items():
-        number = key.removeprefix("rtx")
-        if number in words and (key.startswith("rtx") == ("rtx" in words)):
-            return gpu
-    return None
+    words = {*kind.lower().replace("-", " ").split()}
+    names = {key: {*key.replace("rtx", "rtx ").split()} for key in GPUS}
+    fits = [GPUS[key] for key, name in names.items() if name <= words]
+    return fits[0] if fits else None

@@ -1,4 +1,4 @@
-"""Plans a run of `layerwise.Trainer`: memory at a step's fullest moment, and sums of its work."""
+"""Plans a run of `layerwise.Trainer`: sums of its work, and of its fullest moment."""
 
 import dataclasses
 import functools
@@ -10,13 +10,21 @@ import jax.numpy as jnp
 import optax
 
 from zenflow_jax._spec.rules import check_one_of
-from zenflow_jax.layerwise._blocks import BlockMaker
+from zenflow_jax.layerwise._blocks import bundles_of
 from zenflow_jax.layerwise._optimizer import Updater, alone, flat
-from zenflow_jax.layerwise._programs import floats_of, shapes_of, trace_model
+from zenflow_jax.layerwise._programs import trace_model
+from zenflow_jax.layerwise._tracing import floats_of, shapes_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
-from zenflow_jax.layerwise._updates import AHEAD
+from zenflow_jax.layerwise._updates import AHEAD, gradients_kept
 from zenflow_jax.planning._gpus import Gpu, gpu_named
-from zenflow_jax.planning._plans import TEMPORARIES, Plan, devices_of, nbytes_here, shares_of
+from zenflow_jax.planning._plans import (
+    TEMPORARIES,
+    Plan,
+    devices_of,
+    nbytes_here,
+    new_plan,
+    shares_of,
+)
 from zenflow_jax.planning._steps import nbytes, products
 
 
@@ -33,86 +41,61 @@ def plan_layerwise(
     inputs: str = "device",
     in_flight_bytes: int | None = None,
     device: str | Gpu = "h100",
-    host_memory_bytes: int | None = None,
     compiles: bool = False,
-    compiler_options: dict[str, Any] | None = None,
 ) -> Plan:
-    """Plans the memory and time of `layerwise.Trainer`, which trains all weights.
+    """Plans `layerwise.Trainer`, which trains all weights.
 
-    Arguments up to `in_flight_bytes` are the trainer's, except as noted; `params` and `batch` may
-    be `jax.ShapeDtypeStruct`s with shardings. Errors are the trainer's and `plan`'s.
-
-    Args:
-        batch: A micro-batch.
-        micro_batches: The number of micro-batches in a step.
-        device, host_memory_bytes: As for `plan`.
-        compiles: Whether to compile all programs, for the devices in the shardings, for example of
-            a `described_mesh`. Otherwise temporaries are left out.
-
-    Examples:
-        >>> import jax.numpy as jnp, optax
-        >>> from zenflow_jax.planning import plan_layerwise
-        >>> w, x = jnp.zeros((2, 512, 512), jnp.bfloat16)
-        >>> needs = plan_layerwise(
-        ...     {"outer": {}, "layers": [w] * 10},
-        ...     x,
-        ...     first=lambda outer, x: (x, None),
-        ...     layer=lambda w, x, _: x @ w,
-        ...     last=lambda outer, x, batch: jnp.mean(x).astype(jnp.float32),
-        ...     optimizer=optax.sgd(1e-2),
-        ... )
-        >>> needs.host["weights and state, pinned"] / needs.parameters
-        4.0
+    Arguments up to `in_flight_bytes` are the trainer's, and arrays may be `jax.ShapeDtypeStruct`s
+    with shardings. `batch` is one of `micro_batches`. If `compiles`, all programs are compiled for
+    the devices in the shardings, such as a `described_mesh`; otherwise the plan lacks temporaries.
+    Plans with another optimizer, `updates` or `inputs` reuse the programs.
     """
     gpu = gpu_named(device)
     check_one_of("updates", updates, ("after_backward", "during_backward"))
     check_one_of("inputs", inputs, ("device", "host"))
     blocks, trees = _blocks_of(optimizer, params)
+    types = jax.tree.map(lambda x, y: _at(y, getattr(x, "sharding", None)), batch, shapes_of(batch))
+    functions = first, (layer,) * (len(trees) - 1) if callable(layer) else tuple(layer), last
+    leaves, treedef = jax.tree.flatten((trees, types))
+    several, at_once, on_host = micro_batches > 1, updates == "during_backward", inputs == "host"
+    work = _work_of(functions, tuple(leaves), treedef, several, compiles)
     w, u = [x.weights for x in blocks], [x.others for x in blocks]
-    in_flight = _IN_FLIGHT * max(x.largest for x in blocks)
+    in_flight = _IN_FLIGHT * max((x.largest for x in blocks[1:]), default=0)
     in_flight = in_flight if in_flight_bytes is None else in_flight_bytes
-    functions = [layer] * (len(trees) - 1) if callable(layer) else layer
-    options = [True] * len(trees), compiler_options, {}
-    program = trace_model(first, functions, last, trees[0], trees[1:], shapes_of(batch), *options)
-    at_once, on_host = updates == "during_backward", inputs == "host"
-    tracer, flight = _Tracer(shares_of(batch), compiles), in_flight if at_once else None
-    flops, moved, inputs_bytes, peak = _follow(
-        program, trees, batch, tracer, parts=micro_batches, on_host=on_host, flight=flight
+    # Weights come for both passes. All arrays leave once. A second sweep also fetches the weights,
+    # and sends gradients and takes them back, and nothing hides it.
+    stay = 0 if at_once else gradients_kept(w, in_flight)
+    sent, kept = sum(w[stay:]) * (not at_once), micro_batches * sum(work.inputs) * on_host
+    sweep = (sum(w) + sent) * (not at_once)
+    late = sum(max(x - in_flight // 2, 0) for x in u) if at_once else sum(u) + sweep
+    on_device = sorted(work.inputs)[-AHEAD - 1 :] if on_host else work.inputs
+    held = micro_batches * (sum(on_device) + work.carry)
+    flights = in_flight * at_once, max(in_flight, blocks[0].largest)
+    fullest = max(
+        _moments(work, trees, held, several, flights, stay), key=lambda x: sum(x.values())
     )
-    # Weights come for both passes. All arrays leave once. A second sweep also sends gradients and
-    # takes them back, with the weights, and nothing hides it.
-    sweep, kept = sum(w) * (not at_once), inputs_bytes * on_host
-    late = sum(max(x - in_flight // 2, 0) for x in u) if at_once else sum(u) + 2 * sweep
-    devices = devices_of(jax.tree.leaves(trees))
-    rate, usual_bytes = gpu.host_beside(devices)
-    host = {"weights and state, pinned": sum(w) + sum(u), "gradients, pinned": sweep}
+    if not compiles:
+        del fullest[TEMPORARIES]
+    host = {"weights and state, pinned": sum(w) + sum(u), "gradients, pinned": sent}
     host |= {"layers' inputs, pinned": kept}
-    return Plan(
-        gpu=gpu,
-        devices=devices,
-        parameters=sum(x.size for x in jax.tree.leaves(trees)),
-        device=max(peak, {"weights": w[0], "updates in flight": in_flight}, key=_total),
-        host={name: devices * x for name, x in host.items()},
-        pinned=_total(host),
+    weights = jax.tree.leaves(trees)
+    return new_plan(
+        gpu,
+        weights,
+        device=fullest,
+        host={name: devices_of(weights) * x for name, x in host.items()},
         checkpoint=sum(x.saved for x in blocks),
-        host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
-        host_bandwidth=rate,
-        flops=flops + sum(x.flops for x in blocks),
-        moved=moved,
-        to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + 2 * sweep + kept,
-        to_host=sum(w) + sum(u) + sweep + kept,
-        growing=kept,
-        exposed_s=late / gpu.bus,
+        flops=micro_batches * work.flops + sum(x.flops for x in blocks),
+        to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + sweep + kept,
+        to_host=sum(w) + sum(u) + sent + kept,
+        exposed=late,
     )
 
 
 def pinned_bytes(
     params: Mapping[str, Any], optimizer: optax.GradientTransformation, *, gradients: bool
 ) -> int:
-    """Returns the pinned bytes of weights, state and, if `gradients`, these, for one device.
-
-    Unlike `plan_layerwise`, it starts no backend of jax, which reads the limit when it starts.
-    """
+    """Returns one device's pinned bytes of weights, state and `gradients`, without a backend."""
     blocks, _ = _blocks_of(optimizer, params)
     return sum((1 + gradients) * x.weights + x.others for x in blocks)
 
@@ -132,142 +115,137 @@ def _blocks_of(
 ) -> tuple[list[_Block], list[Any]]:
     """Returns the blocks, and the shapes of their weights."""
     updater = Updater(optimizer, None)
-    maker = BlockMaker(optimizer, updater, None)
+
+    def flops_of(x: Any, tree: Any) -> float:
+        traced = jax.make_jaxpr(optimizer.update)(tree, jax.eval_shape(optimizer.init, tree), tree)
+        return products(traced.jaxpr) * nbytes_here(x) / max(nbytes(x), 1)
 
     @functools.cache
     def block_of(treedef: Any, leaves: tuple[Any, ...]) -> _Block:
         shapes = [updater.shapes(treedef, i, x) for i, x in enumerate(leaves)]
-        bundles = [*maker._bundles(treedef, shapes)]
-        weights, flops = sum(x.weights_nbytes for x in bundles), 0.0
-        for i, x in enumerate(leaves):
-            tree = alone(treedef, i, jax.ShapeDtypeStruct(x.shape, jnp.float32))
-            state = jax.eval_shape(optimizer.init, tree)
-            traced = jax.make_jaxpr(optimizer.update)(tree, state, tree)
-            flops += products(traced.jaxpr)[0] * nbytes_here(x) / max(nbytes(x), 1)
-        return _Block(
-            weights,
-            sum(x.nbytes for x in bundles) - weights,
-            max((x.nbytes for x in bundles), default=0),
-            sum(map(nbytes, flat(shapes))),
-            flops,
-        )
+        bundles = [*bundles_of(shapes, 0)]
+        weights, sizes = sum(x.weights_nbytes for x in bundles), [x.nbytes for x in bundles]
+        apart = [alone(treedef, i, x) for i, x in enumerate(_float32(leaves))]
+        flops = sum(map(flops_of, leaves, apart))
+        saved = sum(map(nbytes, flat(shapes)))
+        return _Block(weights, sum(sizes) - weights, max(sizes, default=0), saved, flops)
 
-    trees = [params["outer"], *params["layers"]]
-    trees = jax.tree.map(lambda x: _shape_at(x, x.sharding), trees)
+    trees = jax.tree.map(lambda x: _at(x, x.sharding), [params["outer"], *params["layers"]])
     pairs = map(jax.tree.flatten, trees)
     return [block_of(treedef, tuple(leaves)) for leaves, treedef in pairs], trees
 
 
-class _Call(NamedTuple):
-    out: Any  # the results, as shapes
-    temporaries: int  # bytes on one device
+class _Work(NamedTuple):
+    """The programs of one micro-batch; all bytes are those of one device."""
+
     flops: float
-    moved: float
+    inputs: Sequence[int]  # what each layer keeps for the backward pass
+    carry: int  # the largest
+    outer: int  # the gradient of the outer weights that `last` reads
+    temporaries: Sequence[int]  # at the loss, in a layer, and in the backward program of `first`
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tracer:
-    """Traces programs, and compiles them if `compiles`."""
+@functools.lru_cache(maxsize=8)
+def _work_of(
+    functions: tuple[Callable, tuple[Callable, ...], Callable],
+    leaves: tuple[Any, ...],
+    treedef: Any,
+    several: bool,
+    compiles: bool,
+) -> _Work:
+    """Traces the programs for weights and a batch, and compiles them if `compiles`."""
+    (outer, *layers), batch = treedef.unflatten(leaves)
+    types = jax.tree.map(lambda x: _at(x, None), batch)
+    trains, known, flops = [True] * (1 + len(layers)), {}, 0.0
+    program = trace_model(*functions, outer, layers, types, trains, None, {})
+    shares = shares_of(batch)
 
-    shares: int  # number of shares that devices split a batch into
-    compiles: bool
+    def call(function: Any, *args: Any) -> tuple[Any, int]:
+        """Returns the results as shapes, and the bytes of temporaries; adds up operations."""
+        nonlocal flops
+        if function not in known:
+            traced = function.trace(*args)
+            out, temporaries = traced.out_info, 0
+            if compiles:
+                compiled = traced.lower().compile()
+                out = jax.tree.map(_at, out, compiled.output_shardings)
+                temporaries = compiled.memory_analysis().temp_size_in_bytes
+            known[function] = out, temporaries, products(traced.jaxpr.jaxpr) / shares
+        flops += known[function][2]
+        return known[function][:2]
 
-    def call(self, program: Any, *args: Any) -> _Call:
-        traced = program.trace(*args)
-        work = [x / self.shares for x in products(traced.jaxpr.jaxpr)]
-        if not self.compiles:
-            return _Call(traced.out_info, 0, *work)
-        compiled = traced.lower().compile()
-        out = jax.tree.map(_shape_at, traced.out_info, compiled.output_shardings)
-        return _Call(out, compiled.memory_analysis().temp_size_in_bytes, *work)
+    def size(arrays: Any) -> int:
+        each = jax.tree.leaves(arrays)
+        return sum(nbytes_here(x) if x.sharding else nbytes(x) // shares for x in each)
 
-    def size(self, arrays: Any) -> int:
-        """Returns the bytes of arrays on one device; the same object counts once."""
-        each = {id(x): x for x in jax.tree.leaves(arrays)}.values()
-        return sum(nbytes_here(x) if x.sharding else nbytes(x) // self.shares for x in each)
-
-
-def _follow(
-    program: Any,
-    trees: Sequence[Any],
-    batch: Any,
-    tracer: _Tracer,
-    *,
-    parts: int,
-    on_host: bool,
-    flight: int | None,
-) -> tuple[float, float, int, Mapping[str, int]]:
-    """Returns a step's operations and bytes moved, the inputs' bytes, and the device's peak.
-
-    The layers' inputs wait `on_host` or on the device. During the backward pass, `flight` bytes are
-    in flight for updates, unless these follow it (None). Python is `AHEAD` layers ahead.
-    """
-    size, several, calls, peaks = tracer.size, parts > 1, [], []
-    w = [size(x) for x in trees]
-    sums: list[Any] = [None] * len(trees)
-    if several:
-        sums = [[_shape_at(y, y.sharding, jnp.float32) for y in jax.tree.leaves(x)] for x in trees]
-    # Of several micro-batches, the sum is float32, and the last program makes the gradient.
-    g = [max(size(x), b) + (size(x) > b) * b for x, b in zip(sums, w, strict=True)]
-    weighing = (jax.ShapeDtypeStruct((), jnp.float32), None) if several else None
-
-    def at(call: _Call, weights: int, gradients: int, inputs: Any, flight: int = 0) -> None:
-        calls.append(call)
-        uses = {"weights": w[0] + weights, "gradients of weights": gradients}
-        uses |= {"layers' inputs": parts * size(inputs), "updates in flight": flight}
-        peaks.append(uses | ({TEMPORARIES: call.temporaries} if tracer.compiles else {}))
-
-    begin = tracer.call(program.first, trees[0], batch)
-    carry, shared = begin.out
-    at(begin, 0, 0, carry)
+    (carry, shared), _ = call(program.first, outer, batch)
+    begin, largest, temporaries = floats_of(carry), size(carry), 0
     moving = [jax.tree.leaves(shared)[j] for j in program.moving]
-    carries, kept, new, kinds, backward = [carry], [], [], {}, []
-    for i, (layer, weights) in enumerate(zip(program.layers, trees[1:], strict=True)):
-        kept.append([jax.tree.leaves(carry)[j] for j in layer.kept])
-        new += [x for x in kept[i] if not i or all(x is not y for y in kept[i - 1])]
-        if (kind := id(layer)) not in kinds:
-            ahead = tracer.call(layer.forward, weights, carry, shared)
-            end = floats_of(_carry_after(layer, ahead, carry))
-            places = map(_shardings, (end, floats_of(carry), moving))
-            backward_of = layer.backward(*places)
-            run = backward_of.other if several else backward_of.only
-            arguments = sums[i + 1], weighing, weights, end, moving, kept[i], shared
-            kinds[kind] = ahead, tracer.call(run, *arguments)
-        carries.append(carry := _carry_after(layer, kinds[kind][0], carry))
-        waiting = kept[max(i - AHEAD, 0) if on_host else 0 :]
-        at(kinds[kind][0], sum(w[i + 1 : i + 3]), 0, [waiting, carries[-2:]])
-        backward.append(kinds[kind][1])
-    g_first = floats_of(carries[0])
-    run = program.last(*map(_shardings, (floats_of(carry), moving)))[several]
-    last = tracer.call(run, None, trees[0], carry, moving, batch)
-    outer = size(last.out[1])
-    at(last, w[-1], outer, [kept[-AHEAD:] if on_host else kept, carry])
-    for i in reversed(range(len(backward))):
-        leaving = w[i + 2 : i + 3 if flight is not None else i + 2 + AHEAD]
-        alive = sum(w[max(i, 1) : i + 2]) + (sum(leaving) if flight is not None else 0)
-        inputs = [kept[i if on_host else 0 : i + 1], floats_of(carries[i : i + 2])]
-        at(backward[i], alive, outer + g[i + 1] + sum(leaving), inputs, flight or 0)
-    backward_of = program.first_backward((), (), ())
-    run = backward_of.other if several else backward_of.only
-    end = tracer.call(run, last.out[1], weighing, trees[0], g_first, moving, batch)
-    at(end, 0, outer + g[0] + sum(w[1:2]), g_first, flight or 0)
-    flops, moved = (parts * sum(x) for x in zip(*((c.flops, c.moved) for c in calls), strict=True))
-    return flops, moved, parts * size(new), max(peaks, key=_total)
+    weighing = (jax.ShapeDtypeStruct((), jnp.float32), None) if several else None
+    inputs, previous = [], []
+    for layer, tree in zip(program.layers, layers, strict=True):
+        kept = [jax.tree.leaves(carry)[j] for j in layer.kept]
+        inputs.append(size([x for x in kept if all(x is not y for y in previous)]))
+        out, ahead = call(layer.forward, tree, carry, shared)
+        # Arrays that the layer makes are new objects.
+        made = [_at(x, x.sharding) for x in out]
+        after = dataclasses.replace(layer, forward=lambda *_, made=made: made).run(
+            None, carry, None
+        )
+        end = floats_of(after)
+        programs = layer.backward(*map(_places, (end, floats_of(carry), moving)))
+        total = _float32(tree) if several else None
+        run = programs.other
+        _, behind = call(run, total, weighing, tree, end, moving, kept, shared)
+        temporaries, largest = max(temporaries, ahead, behind), max(largest, size(after))
+        carry, previous = after, kept
+    run = program.last(*map(_places, (floats_of(carry), moving)))[several]
+    (_, g_outer, *_), at_loss = call(run, None, outer, carry, moving, batch)
+    programs = program.first_backward((), (), ())
+    run = programs.other
+    _, in_first = call(run, g_outer, weighing, outer, begin, moving, batch)
+    temporaries = at_loss, temporaries, in_first
+    return _Work(flops, inputs, largest, size(g_outer), temporaries)
 
 
-def _carry_after(layer: Any, call: _Call, carry: Any) -> Any:
-    """Returns the carry after a layer; arrays that the layer makes are new objects."""
-    made = [_shape_at(x, x.sharding) for x in call.out]
-    return dataclasses.replace(layer, forward=lambda *_: made).run(None, carry, None)
+def _moments(
+    work: _Work,
+    trees: Sequence[Any],
+    held: int,
+    several: bool,
+    flights: tuple[int, int],
+    stay: int,
+) -> list[dict[str, int]]:
+    """Returns the device's bytes, by use, at four moments of a step.
+
+    `held` are the layers' inputs, `flights` the bytes in flight behind programs and in the end. The
+    gradients of the `stay` lowest blocks wait for a second sweep.
+    """
+    w = [sum(map(nbytes_here, jax.tree.leaves(x))) for x in trees]
+    # Of several micro-batches, the sum is float32, and the last program makes the gradient.
+    sums = [sum(map(nbytes_here, _float32(x))) if several else 0 for x in trees]
+    g = [max(x, total) + x * (total > x) for x, total in zip(w, sums, strict=True)]
+    three = max(sum(w[i : i + AHEAD + 1]) for i in range(1, len(w)))
+    most, outer = max(w[1:]), work.outer
+    at_loss, in_layer, in_first = work.temporaries
+    # At the loss, behind a layer, in the backward program of `first`, and with updates alone.
+    moments = [
+        (w[0] + most, outer, held, 0, at_loss),
+        (w[0] + three, outer + max(g[1:]) + max(most, sum(w[2:stay])), held, flights[0], in_layer),
+        (w[0] + most, outer + g[0] + max(most, sum(w[1:stay])), work.carry, flights[0], in_first),
+        (w[0], max(g[0], sum(w[:stay])), 0, flights[1], 0),
+    ]
+    names = "weights", "gradients of weights", "layers' inputs", "updates in flight", TEMPORARIES
+    return [dict(zip(names, uses, strict=True)) for uses in moments]
 
 
-def _shardings(arrays: Sequence[Any]) -> tuple[Any, ...]:
+def _places(arrays: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(x.sharding for x in arrays)
 
 
-def _shape_at(x: Any, sharding: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+def _float32(tree: Any) -> list[Any]:
+    return [x.update(dtype=jnp.float32) for x in jax.tree.leaves(tree)]
 
 
-def _total(uses: Mapping[str, int]) -> int:
-    return sum(uses.values())
+def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)

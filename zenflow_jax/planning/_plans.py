@@ -1,70 +1,51 @@
-"""Estimates a run's needs on the device and the host, without running on either: `plan()`."""
+"""Plans the memory and time of a step from the shapes of its arguments: `plan()`."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
-from zenflow_jax._device.state import ZenFlowState, find_state, has_state
-from zenflow_jax._exchange.checks import is_compact
-from zenflow_jax._spec.rules import check_int_or_none
+from zenflow_jax._device.state import find_state, has_state
+from zenflow_jax._spec.rules import check_int_or_none, is_compact
 from zenflow_jax.planning._gpus import EFFICIENCY, Gpu, gpu_named
-from zenflow_jax.planning._host_work import needs_of
-from zenflow_jax.planning._steps import nbytes, peak_bytes, products
+from zenflow_jax.planning._host_work import LATE, needs_of
+from zenflow_jax.planning._steps import nbytes, products
 
 #: The largest share of GPU memory that jax may be allowed to use, and jax's default.
-MAX_FRACTION = 0.95
-DEFAULT_FRACTION = 0.75
+MAX_FRACTION, DEFAULT_FRACTION = 0.95, 0.75
 #: Bytes of host memory for the system, Python, CUDA and XLA.
 HOST_RESERVE = 8 * 10**9
 #: The use of device memory that only a compiler can determine.
 TEMPORARIES = "gradients, activations"
-#: The part of a boundary's uploads that exceeds this memory, which is free by then.
-LATE = "late uploads"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The memory and time that a run needs, and the machine's capacity.
-
-    All times depend on `efficiency`; for others, use `dataclasses.replace(plan, efficiency=0.85)`.
-    """
+    """A run's memory and work, and a machine, which `dataclasses.replace` changes."""
 
     gpu: Gpu
     devices: int
     parameters: int
-    #: Bytes on one device at the peak of a step, by use. "late uploads" are the uploads at a
-    #: boundary, minus "gradients, activations", which are freed by then.
-    device: Mapping[str, int]
-    host: Mapping[str, int]  #: Peak bytes on the host, by use, for all devices.
-    pinned: int  #: Peak bytes of one device's pinned memory.
-    checkpoint: int  #: Bytes on disk.
     host_capacity_bytes: int
     host_bandwidth: float  #: Bytes per second of the host's memory.
+    device: Mapping[str, int]  #: Bytes on one device at the peak of a step, by use.
+    checkpoint: int  #: Bytes on disk.
     flops: float  #: Operations of one device's products in a step, at the bfloat16 rate.
-    moved: float  #: Bytes that one device reads and writes in its memory in a step.
+    #: Peak bytes on the host, by use, for all devices.
+    host: Mapping[str, int] = dataclasses.field(default_factory=dict)
     to_device: int = 0  #: Bytes that one device receives in a step, on average.
     to_host: int = 0  #: Bytes that one device sends.
-    growing: int = 0  #: Bytes among these, in the busier direction, that grow with the batch.
-    host_s: float = 0.0  #: Seconds of the host's work per step, on average.
-    exposed_s: float = 0.0  #: Seconds of copies and the host's work that no program hides.
-    #: Seconds per step of the host's work in the worst case, if it may take several steps.
-    busiest_s: float = 0.0
-    late: int = 0  #: Peak bytes that arrive at a boundary, beyond `prefetch_bytes`.
+    exposed: float = 0.0  #: Bytes of these that no program hides.
+    host_work: float = 0.0  #: Bytes that the host reads and writes per step, on average.
+    waits: bool = False  #: Whether each step waits for this work.
     efficiency: float = EFFICIENCY  #: The assumed share of the device's peak rate.
 
     @property
-    def by(self) -> str:
-        """Returns "compiler" if XLA planned gradients and activations, else "shapes"."""
-        return "compiler" if TEMPORARIES in self.device else "shapes"
-
-    @property
     def device_bytes(self) -> int:
-        """Returns a device's bytes at a step's peak; if `by` is "shapes", without activations."""
+        """Returns a device's bytes at a step's peak, with activations if a compiler has counted."""
         return sum(self.device.values())
 
     @property
@@ -78,35 +59,9 @@ class Plan:
         return sum(self.host.values())
 
     @property
-    def seconds(self) -> Mapping[str, float]:
-        """Returns a step's work for each resource: "compute", the bus in each direction, "host"."""
-        compute = self.gpu.seconds(self.flops, self.moved, self.efficiency)
-        copies = {"to device": self.to_device, "to host": self.to_host}
-        copies = {name: x / self.gpu.bus for name, x in copies.items()}
-        return {"compute": compute, **copies, "host": self.host_s}
-
-    @property
-    def step_s(self) -> float:
-        """Returns the seconds of a step: of the resource with the most work, or of all waits."""
-        return max(self.seconds["compute"] + self.exposed_s, *self.seconds.values())
-
-    @property
-    def hidden(self) -> float:
-        """Returns the share of a step in which the device computes."""
-        return self.seconds["compute"] / self.step_s
-
-    @property
-    def compute_from(self) -> float | None:
-        """Returns how many times larger a batch would hide all copies and work that can be hidden.
-
-        None if no batch does, because copies grow with it.
-        """
-        compute, *rest = self.seconds.values()
-        growing = self.growing / self.gpu.bus
-        if compute <= growing:
-            return None
-        longest = max(self.busiest_s, max(rest) - self.exposed_s - growing, 0.0)
-        return longest / (compute - growing)
+    def pinned(self) -> int:
+        """Returns the peak bytes of one device's pinned memory."""
+        return sum(x for name, x in self.host.items() if "pinned" in name) // self.devices
 
     @property
     def short(self) -> Mapping[str, int]:
@@ -116,12 +71,31 @@ class Plan:
             lacks["host"] = self.host_bytes + HOST_RESERVE - self.host_capacity_bytes
         return {place: lack for place, lack in lacks.items() if lack > 0}
 
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Returns the seconds of a step's work for each resource."""
+        return {
+            "compute": max(self.flops / self.gpu.flops / self.efficiency, 1e-9),
+            "to device": self.to_device / self.gpu.bus,
+            "to host": self.to_host / self.gpu.bus,
+            "host": self.host_work / self.host_bandwidth,
+        }
+
+    @property
+    def exposed_s(self) -> float:
+        """Returns the seconds of copies and host work that no program hides."""
+        return self.exposed / self.gpu.bus + self.waits * self.seconds["host"]
+
+    @property
+    def step_s(self) -> float:
+        """Returns the seconds of a step: of the resource with the most work, or of all waits."""
+        return max(self.seconds["compute"] + self.exposed_s, *self.seconds.values())
+
     def with_peak(self, peak: int) -> "Plan":
         """Returns the plan with gradients and activations, given the step's `peak_bytes`."""
-        temporaries = max(peak - self.device["weights"] - self.device["optimizer state"], 0)
-        device = {**self.device, TEMPORARIES: temporaries}
-        if self.late:
-            device[LATE] = max(self.late - temporaries, 0)
+        device = dict(self.device)
+        device[TEMPORARIES] = rest = max(peak - device["weights"] - device["optimizer state"], 0)
+        device[LATE] = max(device.get(LATE, 0) - rest, 0)
         return dataclasses.replace(self, device=device)
 
 
@@ -131,122 +105,74 @@ def plan(
     opt_state: Any,
     *arguments: Any,
     device: str | Gpu = "h100",
-    host_memory_bytes: int | None = None,
-    bandwidth: float | None = None,
     host_state: str = "float32",
     prefetch_bytes: int | None = None,
-    compiled: Any = None,
 ) -> Plan:
-    """Plans the memory and time of training from the shapes of a step's arguments.
+    """Plans training, from the step `(params, opt_state, *arguments)`, jitted, with both donated.
+
+    All arguments may be `jax.ShapeDtypeStruct`s, with shardings on a mesh. The plan lacks gradients
+    and activations; `Plan.with_peak` adds them.
 
     Args:
-        step: The training step `(params, opt_state, *arguments)`, jitted, with both donated.
-        params: The parameters: arrays, or `jax.ShapeDtypeStruct`s, with shardings on a mesh.
-        opt_state: The result of `tx.init(params)`, or `jax.eval_shape(tx.init, params)`.
-        arguments: The step's other arguments, such as a batch.
         device: A key of `GPUS`, or another `Gpu`.
-        host_memory_bytes, bandwidth: The memory of the machine with these devices, and its bytes
-            per second. None: typical figures.
         host_state, prefetch_bytes: As for `HostEngine`, with its errors.
-        compiled: The step, compiled for such devices, for example on a `described_mesh`. With None,
-            the plan lacks gradients and activations.
 
     Examples:
-        >>> import jax, jax.numpy as jnp, optax, zenflow_jax
+        >>> import jax, zenflow_jax
         >>> from zenflow_jax.planning import plan
-        >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-        >>> tx = zenflow_jax.zenflow(1e-4)
-        >>> def train_step(params, opt_state, x):
-        ...     gradients = jax.grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
-        ...     updates, opt_state = tx.update(gradients, opt_state, params)
-        ...     return optax.apply_updates(params, updates), opt_state
-        >>> step = jax.jit(train_step, donate_argnums=(0, 1))
-        >>> x = jax.ShapeDtypeStruct((512, 4096), jnp.float32)
-        >>> needs = plan(step, params, tx.init(params), x)
+        >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
+        >>> step = jax.jit(lambda *arguments: arguments, donate_argnums=(0, 1))
+        >>> needs = plan(step, params, zenflow_jax.zenflow(1e-4).init(params))
         >>> needs.short, needs.device["weights"]
         ({}, 67108864)
     """
     gpu = gpu_named(device)
     is_compact(host_state)
     check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
-    if not hasattr(step, "trace"):
-        raise TypeError(
-            f"`step` is a {type(step).__name__} that is not jitted. Pass "
-            "`jax.jit(step, donate_argnums=(0, 1))`."
-        )
     state = find_state(opt_state) if has_state(opt_state) else None
-    weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state, state)
-    needs = {
-        "weights": sum(map(nbytes_here, weights)),
-        "optimizer state": sum(map(nbytes_here, state_arrays)),
-    }
-    work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
-    flops, moved = (x / shares_of(arguments) for x in work)
-    devices = devices_of(weights)
-    usual_rate, usual_bytes = gpu.host_beside(devices)
-    rate, saved = bandwidth or usual_rate, [*weights, *state_arrays]
-    host: dict[str, Any] = {"host": {}, "pinned": 0}
-    if state is not None:
-        saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
-        engine = needs_of(state, host_state=host_state, prefetch_bytes=prefetch_bytes)
-        needs["mail under way"] = engine.under_way // devices
-        needs["uploads"] = engine.uploads // devices
-        needs |= {LATE: engine.late // devices} if engine.late else {}
-        waits, host_s = state.schedule.staleness == 0, engine.mean / rate
-        host = {
-            "host": {
-                "masters, moments": engine.state,
-                "sums": engine.sums,
-                "mail, pinned": engine.mail,
-                "hand-over, pinned": engine.hand_over,
-                "hand-over": engine.hand_over,
-                "a save": engine.saving,
-            },
-            "pinned": (engine.mail + engine.hand_over) // devices,
-            "to_device": int(engine.to_device / devices),
-            "to_host": int(engine.to_host / devices),
-            "host_s": host_s,
-            "exposed_s": engine.late_mean / devices / gpu.bus + host_s * waits,
-            "busiest_s": 0.0 if waits else engine.busiest / rate / engine.steps,
-            "late": engine.late // devices,
-        }
-    estimate = Plan(
-        gpu=gpu,
-        devices=devices,
-        parameters=sum(math.prod(x.shape) for x in weights),
-        device=needs,
-        checkpoint=sum(map(nbytes, saved)),
-        host_capacity_bytes=usual_bytes if host_memory_bytes is None else host_memory_bytes,
-        host_bandwidth=rate,
-        flops=flops,
-        moved=moved + 2 * sum(needs.values()),  # weights and state are also read and written
-        **host,
+    weights, arrays = jax.tree.leaves(params), jax.tree.leaves(opt_state)
+    engine, saved = {}, []
+    if has_state(opt_state):
+        state, devices = find_state(opt_state), devices_of(weights)
+        options = {"host_state": host_state, "prefetch_bytes": prefetch_bytes}
+        engine = needs_of(state, devices=devices, **options)
+        saved = jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
+        # These are in host memory.
+        placeholders = {*map(id, jax.tree.leaves((state.step_scalars, state.mail)))}
+        arrays = [x for x in arrays if id(x) not in placeholders]
+    here = {"weights": weights, "optimizer state": arrays}
+    on_device = {name: sum(map(nbytes_here, x)) for name, x in here.items()}
+    flops = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
+    return new_plan(
+        gpu,
+        weights,
+        device=on_device | engine.pop("device", {}),
+        checkpoint=sum(map(nbytes, (*weights, *arrays, *saved))),
+        flops=flops / shares_of(arguments),
+        **engine,
     )
-    return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
 
 
-def _on_device(opt_state: Any, state: ZenFlowState | None) -> list[Any]:
-    """Returns the arrays of an optimizer's state, except placeholder mail."""
-    placeholders: Any = ()
-    if state is not None:
-        placeholders = {id(x) for x in jax.tree.leaves((state.step_scalars, state.mail))}
-    return [x for x in jax.tree.leaves(opt_state) if id(x) not in placeholders]
+def new_plan(gpu: Gpu, weights: Sequence[Any], **fields: Any) -> Plan:
+    """Returns a plan for these weights on a typical machine."""
+    devices, parameters = devices_of(weights), sum(math.prod(x.shape) for x in weights)
+    rate, memory = gpu.host_beside(devices)
+    return Plan(gpu, devices, parameters, memory, rate, **fields)
+
+
+def devices_of(arrays: Sequence[Any]) -> int:
+    return max(getattr(getattr(x, "sharding", None), "num_devices", 1) for x in arrays)
 
 
 def nbytes_here(x: Any) -> int:
+    """Returns an array's bytes on one device."""
     sharding = getattr(x, "sharding", None)
-    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-    return math.prod(shape) * x.dtype.itemsize
-
-
-def devices_of(arrays: Any) -> int:
-    return max((x.sharding.mesh.size for x in arrays if _is_on_mesh(x)), default=1)
+    return nbytes(
+        x if sharding is None else jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+    )
 
 
 def shares_of(arguments: Any) -> int:
-    on_mesh = [x for x in jax.tree.leaves(arguments) if _is_on_mesh(x) and x.shape]
-    return max((nbytes(x) // max(nbytes_here(x), 1) for x in on_mesh), default=1)
-
-
-def _is_on_mesh(x: Any) -> bool:
-    return isinstance(getattr(x, "sharding", None), NamedSharding)
+    """Returns the number of shares that devices split the most divided argument into."""
+    shares = [nbytes(x) // max(nbytes_here(x), 1) for x in jax.tree.leaves(arguments)]
+    return max([1, *shares])

@@ -1,6 +1,5 @@
 """Counts a step's matrix products, and asks XLA for the step's device memory."""
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,48 +19,25 @@ INSTALL = 'pip install "jax[cuda12]"'
 def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
     """Returns a mesh of GPUs in one node, to compile a step for; the GPUs need not exist.
 
-    Args:
-        gpu: A key of `GPUS`.
-        sizes: The size of each axis.
-
-    Raises:
-        RuntimeError: If jax's CUDA plugin is not installed.
-
-    Examples:
-        >>> mesh = described_mesh("h100", {"data": 8})  # doctest: +SKIP
-        >>> shapes = placed((params, opt_state, batch), mesh)  # doctest: +SKIP
-        >>> peak = peak_bytes(step.lower(*shapes).compile())  # doctest: +SKIP
+    `gpu` is a key of `GPUS`, and `sizes` has each axis' size. Raises a `RuntimeError` without jax's
+    CUDA plugin.
     """
-    count = math.prod(sizes.values())
+    options, target = {"topology": f"1x1x{math.prod(sizes.values())}"}, GPUS[gpu].description
     try:
-        topology = topologies.get_topology_desc(
-            gpu, "cuda", target_config=GPUS[gpu].description, topology=f"1x1x{count}"
-        )
+        topology = topologies.get_topology_desc(gpu, "cuda", target_config=target, **options)
     # The exception depends on the missing part: the plugin, its libraries, or a wrong version.
     except Exception as error:  # noqa: BLE001
+        text = str(error).splitlines()[0][:200]
         raise RuntimeError(
-            "Compiling for a GPU needs jax's CUDA plugin: "
-            f"{str(error).splitlines()[0][:200]}. Install it: {INSTALL}."
+            f"Compiling for a GPU failed: {text}. Install jax's CUDA plugin: {INSTALL}."
         ) from error
-    devices = np.array(topology.devices).reshape(tuple(sizes.values()))
-    return Mesh(devices, tuple(sizes))
-
-
-@functools.cache
-def has_compiler() -> bool:
-    """Returns whether steps can be compiled for GPUs that this machine does not have."""
-    try:
-        described_mesh("h100", {"data": 1})
-    except RuntimeError:
-        return False
-    return True
+    return Mesh(np.array(topology.devices).reshape(*sizes.values()), tuple(sizes))
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
     """Returns shapes on the mesh, with their own sharding or replicated.
 
-    A described device has no host memory for arguments. A step does not read mail, so jit drops
-    this argument, and its placement does not matter.
+    A described device has no host memory for mail, but jit drops this argument: no step reads it.
     """
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
@@ -73,28 +49,18 @@ def placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def peak_bytes(compiled: Any) -> int:
-    """Returns a device's peak memory in a compiled step, including its arguments.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp
-        >>> peak_bytes(jax.jit(jnp.sin).lower(jnp.ones(8)).compile())
-        64
-    """
-    memory = compiled.memory_analysis()
-    return (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+    """Returns a device's peak memory in a compiled step, including its arguments."""
+    sizes = compiled.memory_analysis()
+    ends = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return ends + sizes.temp_size_in_bytes
 
 
-def products(jaxpr: Any) -> tuple[float, float]:
-    """Counts operations, and bytes read and written, of matrix products and convolutions.
+def products(jaxpr: Any) -> float:
+    """Counts the operations of matrix products and convolutions, at the bfloat16 rate.
 
     A loop with an unknown number of iterations counts once; unused results are not counted.
     """
-    flops = moved = 0.0
+    flops = 0.0
     needed = {x for x in jaxpr.outvars if isinstance(x, Var)}
     for equation in reversed(jaxpr.eqns):
         if needed.isdisjoint(equation.outvars) and not equation.effects:
@@ -106,13 +72,9 @@ def products(jaxpr: Any) -> tuple[float, float]:
             slower = 2 if equation.invars[0].aval.dtype == np.float32 else 1
             size = math.prod(equation.outvars[0].aval.shape)
             flops += 2.0 * slower * size * _TERMS[name](equation)
-            moved += sum(nbytes(x.aval) for x in (*equation.invars, *equation.outvars))
         rounds = equation.params["length"] if name == "scan" else 1
-        for inner in jaxprs_in_params(equation.params):
-            inner_flops, inner_moved = products(inner)
-            flops += rounds * inner_flops
-            moved += rounds * inner_moved
-    return flops, moved
+        flops += rounds * sum(map(products, jaxprs_in_params(equation.params)))
+    return flops
 
 
 def nbytes(x: Any) -> int:
@@ -121,11 +83,8 @@ def nbytes(x: Any) -> int:
 
 
 def _dot_terms(equation: Any) -> int:
-    shape, ((contracted, _), _) = (
-        equation.invars[0].aval.shape,
-        equation.params["dimension_numbers"],
-    )
-    return math.prod(shape[i] for i in contracted)
+    contracted = equation.params["dimension_numbers"][0][0]
+    return math.prod(equation.invars[0].aval.shape[i] for i in contracted)
 
 
 def _convolution_terms(equation: Any) -> int:
@@ -134,7 +93,7 @@ def _convolution_terms(equation: Any) -> int:
 
 
 def _ragged_dot_terms(equation: Any) -> int:
-    """Counts the products of all rows with all groups, which XLA for GPUs computes (to 0.11.2)."""
+    # XLA computes products of all rows with all groups on GPUs (jax 0.10.2 to 0.11.2).
     numbers, shape = equation.params["ragged_dot_dimension_numbers"], equation.invars[0].aval.shape
     contracted = numbers.dot_dimension_numbers[0][0]
     # The weights' gradient contracts all rows, and its result has an axis of groups.

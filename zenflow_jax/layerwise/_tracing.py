@@ -1,0 +1,110 @@
+"""Traces functions, and finds what their arguments and results are: shapes, floats, uses."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AxisType, NamedSharding
+
+
+def traced(name: str, function: Callable, *args: Any) -> tuple[Any, Any]:
+    """Traces a function; rejects captured weights, which would not be trained, and random keys."""
+    try:
+        closed, result = jax.make_jaxpr(function, return_shape=True)(*args)
+    except Exception as error:
+        error.add_note(f"This happened in {name}, called with {' and '.join(map(text_of, args))}.")
+        raise
+    # The arrays that a function, or a jitted function inside it, closes over.
+    for x in (x for jaxpr in jaxprs(closed) for x in getattr(jaxpr, "consts", ())):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"{name} uses a random key that is not among its arguments, so all steps would "
+                "draw the same numbers. Pass keys in the batch."
+            )
+        if isinstance(x, jax.Array) and is_float(x):
+            raise ValueError(
+                f"{name} uses an array {text_of(x)} that is not among its arguments, so it would "
+                "not be trained. Pass weights as arguments; pass constants in the batch, return "
+                "them from `first` in `shared`, or make them NumPy arrays or Python numbers."
+            )
+    return closed, result
+
+
+def jaxprs(jaxpr: Any) -> Iterator[Any]:
+    """Yields a jaxpr and all jaxprs inside it."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(equation.params):
+            if hasattr(inner, "eqns"):
+                yield from jaxprs(inner)
+
+
+def text_of(tree: Any) -> str:
+    return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
+
+
+def types_of(tree: Any) -> Any:
+    """Returns `shapes_of` with the shardings on explicit axes, which belong to an array's type."""
+
+    def type_of(x: Any, shape: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return shape
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return shape
+        return shape.update(sharding=NamedSharding(sharding.mesh, sharding.spec))
+
+    return jax.tree.map(type_of, tree, shapes_of(tree))
+
+
+def shapes_of(tree: Any) -> Any:
+    """Returns shapes without shardings; Python numbers keep weak types, so they adopt dtypes."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
+
+    return jax.tree.map(shape_of, tree)
+
+
+def key_of(shapes: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(shapes)
+    return treedef, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)
+
+
+def floats_of(tree: Any) -> list[Any]:
+    """Returns the float leaves of a tree."""
+    return [x for x in jax.tree.leaves(tree) if is_float(x)]
+
+
+def float_places(tree: Any) -> tuple[int, ...]:
+    return tuple(i for i, x in enumerate(jax.tree.leaves(tree)) if is_float(x))
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def live_inputs(jaxpr: Any, outputs: Sequence[bool] | bool = True) -> set[int]:
+    """Returns the inputs that the chosen outputs depend on."""
+    return {i for i, is_live in enumerate(dce_jaxpr(jaxpr, outputs)[1]) if is_live}
+
+
+def reads(function: Callable, argument: int, *args: Any) -> list[int]:
+    """Returns the leaves of an argument that the results depend on."""
+    live = live_inputs(jax.make_jaxpr(function)(*args).jaxpr)
+    begin = len(jax.tree.leaves(args[:argument]))
+    return [i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live]
+
+
+def varied_by(function: Callable, args: Any, places: Sequence[int]) -> tuple[Callable, list[Any]]:
+    """Returns a function of some leaves of its arguments, and these leaves."""
+    leaves, treedef = jax.tree.flatten(args)
+
+    def varied(parts: list[Any]) -> Any:
+        new = dict(enumerate(leaves)) | dict(zip(places, parts, strict=True))
+        return function(*treedef.unflatten(new.values()))
+
+    return varied, [leaves[i] for i in places]
