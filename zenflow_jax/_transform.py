@@ -30,12 +30,11 @@ from zenflow_jax._spec.arguments import (
     check_numbers,
     check_schedule,
     check_selectors,
-    check_send_gradients,
     check_transfer_dtype,
 )
 from zenflow_jax._spec.groups import assign_groups
 from zenflow_jax._spec.resolve import LeafRules, resolve_specs, warn_of_leaves
-from zenflow_jax._spec.rules import SendGradients
+from zenflow_jax._spec.rules import SendGradients, check_one_of
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 
@@ -174,7 +173,8 @@ def zenflow(
         window_scaling=window_scaling,
         provisional_share=provisional_share,
     )
-    sending, mail_dtype = check_send_gradients(send_gradients), check_transfer_dtype(transfer_dtype)
+    check_one_of("send_gradients", send_gradients, [str(x) for x in SendGradients])
+    sending, mail_dtype = SendGradients(send_gradients), check_transfer_dtype(transfer_dtype)
     numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
     check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
     selectors = channel_axis, resident, partition_replicated

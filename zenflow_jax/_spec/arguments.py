@@ -11,10 +11,8 @@ from jax.core import Tracer
 
 from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow, Select, Window
 from zenflow_jax._spec.rules import (
-    SendGradients,
     check_int,
     check_int_or_none,
-    check_one_of,
     check_share,
 )
 from zenflow_jax._spec.schedule import Schedule
@@ -77,12 +75,11 @@ def check_schedule(
     share = provisional_share
     if share is not None:
         share = check_share("provisional_share", share, "a float or None", _IF_INJECTED) or None
+    warm_up = check_int("full_warm_up_rounds", full_warm_up_rounds, 0, remedy=_IF_INJECTED)
     return Schedule(
         window=window,
         select=select,
-        full_warm_up_rounds=check_int(
-            "full_warm_up_rounds", full_warm_up_rounds, 0, remedy=_IF_INJECTED
-        ),
+        full_warm_up_rounds=warm_up,
         groups=window if in_turn else 1,
         staleness=late,
         window_scaling=bool(window_scaling),
@@ -91,11 +88,6 @@ def check_schedule(
         auto_window=auto_window,
         auto_select=auto_select,
     )
-
-
-def check_send_gradients(value: str) -> SendGradients:
-    check_one_of("send_gradients", value, [str(x) for x in SendGradients])
-    return SendGradients(value)
 
 
 def check_transfer_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:

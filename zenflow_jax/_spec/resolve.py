@@ -41,12 +41,14 @@ def resolve_specs(params: Any, rules: LeafRules) -> tuple[LeafSpec, ...]:
     paths = jax.tree_util.tree_leaves_with_path(as_pure(params))
     if not paths:  # `params` may be any placeholder
         return ()
-    each = zip(
-        paths, _decayed(params, rules.mask), _shardings(params, rules.param_shardings), strict=True
-    )
+    mask = rules.mask(params) if callable(rules.mask) else rules.mask
+    decayed = _spread("mask", True if mask is None else mask, params, "bools")
+    each = zip(paths, decayed, _shardings(params, rules.param_shardings), strict=True)
     scales = _scales(params, rules.lr_scale)
     return tuple(
-        dataclasses.replace(_resolve(path, leaf, rules, sharding), decay=decay, lr_scale=scale)
+        dataclasses.replace(
+            _resolve(path, leaf, rules, sharding), decay=bool(decay), lr_scale=scale
+        )
         for ((path, leaf), decay, sharding), scale in zip(each, scales, strict=True)
     )
 
@@ -129,12 +131,6 @@ def _shardings(params: Any, param_shardings: Any) -> list[NamedSharding] | list[
             "Pass `jax.tree.map(lambda p: p.sharding, params)`, for example."
         )
     return shardings
-
-
-def _decayed(params: Any, mask: Any) -> list[bool]:
-    """Returns whether weight decay applies to each leaf."""
-    tree = mask(params) if callable(mask) else True if mask is None else mask
-    return list(map(bool, _spread("mask", tree, params, "bools")))
 
 
 def _scales(params: Any, lr_scale: Any) -> list[float]:

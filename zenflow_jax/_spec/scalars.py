@@ -45,33 +45,26 @@ class WindowStep(NamedTuple):
     b2: Any
 
 
-def window_step(scalars: AdamScalars, counted: int, scaled: bool) -> WindowStep:
+def window_step(s: AdamScalars, counted: int, scaled: bool) -> WindowStep:
     """Returns the update of a window with `counted` gradients: as many steps, or one.
 
     If `scaled`, all these steps have the same moments, from the means of gradients and squares.
     """
-    s = scalars
     if not scaled:
         return WindowStep(s, 1, s.b1, s.b2)
-    c = counted
-    once = c == 1
 
     def power(b: Any, one_minus_b: Any) -> tuple[Any, Any]:
+        if counted == 1:
+            return b, one_minus_b
         # Uses `1 - b`, which is exact where `b` is rounded; for `b` = 0, the logarithm is -inf.
         with np.errstate(divide="ignore"):
-            exponent = c * np.log1p(-one_minus_b)
-        return np.where(once, b, np.exp(exponent)), np.where(once, one_minus_b, -np.expm1(exponent))
+            exponent = counted * np.log1p(-one_minus_b)
+        return np.exp(exponent), -np.expm1(exponent)
 
-    b1, one_minus_b1 = power(s.b1, s.one_minus_b1)
-    b2, one_minus_b2 = power(s.b2, s.one_minus_b2)
-    together = s._replace(
-        learning_rate=s.learning_rate * c,
-        b1=b1,
-        b2=b2,
-        one_minus_b1=one_minus_b1,
-        one_minus_b2=one_minus_b2,
-    )
-    return WindowStep(together, c, s.b1, s.b2)
+    (b1, rest1), (b2, rest2) = power(s.b1, s.one_minus_b1), power(s.b2, s.one_minus_b2)
+    rate = s.learning_rate * counted
+    together = AdamScalars(rate, b1, b2, rest1, rest2, s.eps, s.weight_decay)
+    return WindowStep(together, counted, s.b1, s.b2)
 
 
 class StepFacts(NamedTuple):
