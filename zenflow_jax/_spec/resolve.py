@@ -43,13 +43,10 @@ def resolve_specs(params: Any, rules: LeafRules) -> tuple[LeafSpec, ...]:
         return ()
     mask = rules.mask(params) if callable(rules.mask) else rules.mask
     decayed = _spread("mask", True if mask is None else mask, params, "bools")
-    each = zip(paths, decayed, _shardings(params, rules.param_shardings), strict=True)
-    scales = _scales(params, rules.lr_scale)
+    shardings, scales = _shardings(params, rules.param_shardings), _scales(params, rules.lr_scale)
     return tuple(
-        dataclasses.replace(
-            _resolve(path, leaf, rules, sharding), decay=bool(decay), lr_scale=scale
-        )
-        for ((path, leaf), decay, sharding), scale in zip(each, scales, strict=True)
+        dataclasses.replace(_resolve(*pair, rules, where), decay=bool(decay), lr_scale=scale)
+        for pair, decay, where, scale in zip(paths, decayed, shardings, scales, strict=True)
     )
 
 
