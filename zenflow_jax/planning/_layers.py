@@ -71,9 +71,8 @@ def plan_layerwise(
     on_device = sorted(work.inputs)[-AHEAD - 1 :] if on_host else work.inputs
     held = micro_batches * (sum(on_device) + work.carry)
     flights = in_flight * at_once, max(in_flight, blocks[0].largest)
-    fullest = max(
-        _moments(work, trees, held, several, flights, stay), key=lambda x: sum(x.values())
-    )
+    moments = _moments(work, trees, held, several, flights, stay)
+    fullest = max(moments, key=lambda x: sum(x.values()))
     if not compiles:
         del fullest[TEMPORARIES]
     host = {"weights and state, pinned": sum(w) + sum(u), "gradients, pinned": sent}
@@ -193,16 +192,14 @@ def _work_of(
             None, carry, None
         )
         end = floats_of(after)
-        programs = layer.backward(*map(_places, (end, floats_of(carry), moving)))
+        run = layer.backward(*map(_places, (end, floats_of(carry), moving))).other
         total = _float32(tree) if several else None
-        run = programs.other
         _, behind = call(run, total, weighing, tree, end, moving, kept, shared)
         temporaries, largest = max(temporaries, ahead, behind), max(largest, size(after))
         carry, previous = after, kept
     run = program.last(*map(_places, (floats_of(carry), moving)))[several]
     (_, g_outer, *_), at_loss = call(run, None, outer, carry, moving, batch)
-    programs = program.first_backward((), (), ())
-    run = programs.other
+    run = program.first_backward((), (), ()).other
     _, in_first = call(run, g_outer, weighing, outer, begin, moving, batch)
     temporaries = at_loss, temporaries, in_first
     return _Work(flops, inputs, largest, size(g_outer), temporaries)

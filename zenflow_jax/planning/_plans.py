@@ -129,7 +129,6 @@ def plan(
     gpu = gpu_named(device)
     is_compact(host_state)
     check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
-    state = find_state(opt_state) if has_state(opt_state) else None
     weights, arrays = jax.tree.leaves(params), jax.tree.leaves(opt_state)
     engine, saved = {}, []
     if has_state(opt_state):
