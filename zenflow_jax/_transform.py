@@ -237,7 +237,8 @@ def _update(
         for g, leaf in zip(gradients, state.leaves, strict=True)
     ]
     verdict, norm = judge([s.squares for s in seen], max_grad_norm)
-    scaled = {x: scalars.scaled(x) for x in {leaf.spec.lr_scale for leaf in state.leaves}}
+    scales = [leaf.spec.lr_scale for leaf in state.leaves]
+    scaled = {x: scalars.scaled(x) for x in set(scales)}
     lengths = {
         x: schedule.provisional_step(step, s.learning_rate, verdict.finite) if moves else None
         for x, s in scaled.items()
@@ -245,8 +246,7 @@ def _update(
 
     stepped = [
         step_selected(p, s, leaf, scaled[scale], verdict, lengths[scale])
-        for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
-        for scale in [leaf.spec.lr_scale]
+        for p, s, leaf, scale in zip(weights, seen, state.leaves, scales, strict=True)
     ]
     new = state._replace(
         step=step,

@@ -91,7 +91,7 @@ _CLOSED = (_ADAM, _SCHEDULE, f"{_ZENFLOW}.")
 _LISTED = (f"{_ADAM}torch_adam", f"{_ADAM}fused", f"{_ZENFLOW}.pt_reserved_cores_perc")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSpeedOptions:
     """The meaning of a DeepSpeed config. Created by `from_deepspeed`.
 
@@ -214,7 +214,8 @@ def from_deepspeed(
             "that do.",
             stacklevel=2,
         )
-    return DeepSpeedOptions(kind, rate, arguments, clip, tuple(read.listed))
+    named = {"kind": kind, "learning_rate": rate, "arguments": arguments, "max_grad_norm": clip}
+    return DeepSpeedOptions(**named, not_translated=tuple(read.listed))
 
 
 class _Config:

@@ -115,10 +115,9 @@ class Saver:
         return checksum(weights, [leaf.spec for leaf in self._abstract.leaves])
 
     def _snapshot(self, numbers: Sequence[int], copy_bytes: int | None) -> "EngineSnapshot":
-        pending, progress = self._updates.wait(), self._progress
-        progress.schedule_state  # noqa: B018 - reads the last statistics into `run`
+        pending = self._updates.wait()
         run = dataclasses.replace(
-            progress.run,
+            self._progress.before_next_step(),
             pending=pending,
             token=self._tokens.number,
             params=self._checksum(),

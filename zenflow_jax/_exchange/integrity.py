@@ -57,8 +57,9 @@ class Integrity:
         self._error, self._step = "", int(read(state.step))
         self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
         self._specs = [leaf.spec for leaf in state.leaves]
-        # Runs that differ only in windows share programs.
+        # Runs that differ only in windows and selections share programs.
         same = {"window": 1, "select": 1, "groups": 1, "staleness": None, "window_scaling": False}
+        same |= {"auto_window": None, "auto_select": None}
         share = state.schedule.provisional_share or 0.0
         schedule = dataclasses.replace(state.schedule, **same, provisional_share=share)
         self._schedule, self._all = schedule, everything

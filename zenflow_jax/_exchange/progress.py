@@ -98,9 +98,8 @@ class Progress:
             "kept_share": float(known.mean()) if known.size else None,
         }
 
-    @property
-    def schedule_state(self) -> ScheduleState:
-        """Returns the schedule's state before the next step."""
+    def before_next_step(self) -> RunState:
+        """Returns the run state after reading the statistics, which may wait for the device."""
         sums, windows, shares = self.run.schedule_state
         shares = shares.copy()
         if self._sent is not None:
@@ -109,14 +108,14 @@ class Progress:
             shares[group] = float(view(share))
         self._sent, self._measured = None, {}
         self.run.schedule_state = ScheduleState(sums, windows, shares)
-        return self.run.schedule_state
+        return self.run
 
     def boundaries(self) -> list[Boundary]:
         """Returns each group's boundary after the next step."""
-        state = self.schedule_state
+        run = self.before_next_step()
         return [
-            self._schedule.boundary(self.run.step + 1, state, group, open_steps)
-            for group, open_steps in enumerate(self.run.open_steps)
+            self._schedule.boundary(run.step + 1, run.schedule_state, group, open_steps)
+            for group, open_steps in enumerate(run.open_steps)
         ]
 
     def step_made(self) -> None:

@@ -109,9 +109,11 @@ def check_numbers(**numbers: Any) -> None:
         has_schedule = name in ("learning_rate", "weight_decay")
         if (has_schedule and callable(value)) or (name == "max_grad_norm" and value is None):
             continue
-        dtype = getattr(value, "dtype", np.dtype(type(value) if isinstance(value, Real) else bool))
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        is_real = is_float or jnp.issubdtype(dtype, jnp.integer)
+        dtype = getattr(value, "dtype", None)
+        if dtype is None and isinstance(value, Real):
+            dtype = np.dtype(type(value))
+        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        is_real = is_float or (dtype is not None and jnp.issubdtype(dtype, jnp.integer))
         if not is_real or getattr(value, "shape", ()) != ():
             remedy = (
                 "For several rates, pass `lr_scale`."
