@@ -118,16 +118,6 @@ def test_the_command_does_not_import_jax():
     assert assert_ends(start("-c", code)) == "False False\n"
 
 
-def test_the_largest_error_and_tensors_without_a_bound_are_reported(model, tmp_path, capsys):
-    tensors = {"f": load_file(model / "model.safetensors")["w"], "i": np.arange(99)}
-    save_file(tensors, tmp_path / "x.safetensors")
-    paths = [str(tmp_path / name) for name in ("x.safetensors", "y.safetensors")]
-    assert compress.main([*paths, "--bound", "2^-24"]) == 0
-    out = capsys.readouterr().out
-    assert "largest error: 5.96e-08 (2^-24.00), in `f`" in out
-    assert "1 tensors (I64) are lossless" in out
-
-
 def test_a_checkpoint_is_not_packed(model, tmp_path, capsys):
     (model / "checksums.json").write_text("{}")
     for arguments in ([str(model), str(tmp_path / "new")], [str(model), "--replace"]):

@@ -241,17 +241,6 @@ def test_a_checkpoint_from_another_run_is_rejected_and_kept(tmp_path):
         job.restored(job.checkpoints.newest())
 
 
-def test_a_checkpoint_whose_mesh_selected_other_channels_names_its_mesh(tmp_path):
-    saved_run(tmp_path, 10, mesh="fsdp=4")
-    with Job(tmp_path, mesh="fsdp=2") as job:
-        # In a run, the state of the selected channels.
-        job.opt_state = jax.device_put(
-            (np.int32(0), {"mu": np.zeros(8, np.float32)}), jax.devices()[0]
-        )
-        with pytest.raises(SettingsError, match=r"`opt_state.1.mu` is .*Pass --mesh fsdp=4, or"):
-            job.restored(10)
-
-
 def test_a_path_that_orbax_would_read_as_a_pattern_is_rejected(tmp_path):
     for name in ("a[1]", "a\\b", "a*", "a?"):
         with pytest.raises(SettingsError, match=r"`output_dir`: checkpoints cannot be read"):

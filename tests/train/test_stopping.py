@@ -1,7 +1,6 @@
 """Runs that end early, on signals or without disk space or memory, and resume bit-identically."""
 
 import contextlib
-import gc
 import os
 import random
 import re
@@ -21,7 +20,7 @@ from benchmarks.kill_test import differences, steps_of
 from tests.processes import output, start
 from train import finetune
 from train.cli.settings import Settings, SettingsError
-from train.distributed.stopping import Interrupted, StopRequest, how_to_resume
+from train.distributed.stopping import Interrupted, StopRequest
 from train.finetune import describe_oom, find_oom
 from train.run.folder import LOCK, run_lock
 
@@ -109,23 +108,6 @@ def assert_not_changed(config: Path, run: Path, capsys) -> None:
     assert changed_at(run) == before
 
 
-@pytest.mark.slow
-def test_a_run_on_a_full_disk_ends_with_one_message(tmp_path, small_disk, capfd):
-    config = kill_test.write_config(tmp_path, steps=STEPS, optimizer="adamw")
-    disk = small_disk("2m")
-    options = ["--output-dir", str(disk), "--keep", "99", "--log-every", "1"]
-    assert finetune.main([str(config), "--run", "full", *options]) == 2
-    gc.collect()  # orbax prints a traceback for each array
-    error = capfd.readouterr().err
-    assert "Traceback" not in error
-    # The first file without room is either the model or the last checkpoint.
-    no_model, no_checkpoint = (
-        rf".* cannot be written to {disk}.*Free disk space",
-        rf"the last checkpoint is missing: see above. {disk}/.*contains the weights",
-    )
-    assert re.match(f"error: ({no_model}|{no_checkpoint})", error.splitlines()[-1])
-
-
 def test_a_second_start_of_a_run_is_rejected_until_the_first_ends(tmp_path):
     with run_lock(tmp_path, print):
         with pytest.raises(SettingsError, match=f"process {os.getpid()} on .* another --run"):
@@ -192,17 +174,6 @@ def test_a_signal_interrupts_work_between_two_steps_and_handlers_are_restored():
         stop.check()
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_the_last_line_has_the_command_and_under_slurm_names_the_run(monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    line = how_to_resume(signal.SIGTERM, 7, Path("runs/my first"))
-    assert line.endswith(" 'runs/my first/settings.toml' --run 'my first'")
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    line = how_to_resume(signal.SIGTERM, 7, Path("runs/job-17"))
-    assert line.endswith(
-        "; checkpoint saved. Resume with the same sbatch or srun command and --run job-17"
-    )
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from train import finetune
 from train.cli.command_line import load_settings
 from train.cli.settings import Settings
 from train.run import setup
-from train.run.folder import WRITTEN, new_run_folder
+from train.run.folder import WRITTEN
 from train.run.optimizers import decayed, make_optimizer
 from train.tasks import standard_library
-from zenflow_jax import find_state, planning
+from zenflow_jax import find_state
 
 TINY = scripts.TINY | {"steps": 13, "warmup_steps": 2, "log_every": 4, "update_interval": 2}
 
@@ -210,25 +210,3 @@ def test_a_folder_with_files_that_are_not_runs_is_not_written_to(tmp_path, capsy
     expected = f"`run`: {folder} contains loss.png, but no checkpoints to resume from"
     assert expected in capsys.readouterr().err
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("loss.png", "precious")]
-
-
-def test_every_run_gets_its_own_folder_with_the_next_number(tmp_path):
-    runs = tmp_path / "runs"
-    (runs / "010-adamw").mkdir(parents=True)
-    (runs / "notes").mkdir()
-    made = [new_run_folder(runs, label).name for label in ("zenflow", "zenflow", "adamw")]
-    assert made == ["011-zenflow", "012-zenflow", "013-adamw"]
-
-
-def test_only_an_error_that_settings_can_fix_hides_its_traceback(tmp_path, monkeypatch, capsys):
-    def engine(*_, **__):
-        raise error
-
-    monkeypatch.setattr("zenflow_jax.HostEngine", engine)
-    command = tiny_command(tmp_path)
-    error = planning.UnfitRunError("too little memory.")
-    assert finetune.main(command) == 2
-    assert capsys.readouterr().err.endswith("error: too little memory.\n")
-    error = ValueError("a mistake in the script")
-    with pytest.raises(ValueError, match="a mistake in the script"):
-        finetune.main(command)
