@@ -40,7 +40,6 @@ def config_file(folder: Path, text: str) -> Path:
         ('run = ".."', "`run`: must be the name of a folder"),
         ('stream = "weights"', "`optimizer`: must be 'adamw' or .* because stream is 'weights'"),
         ('optimizer = "sgd"\nhost_state = "compact"', "`host_state`: must be float32, because sgd"),
-        ("early_stopping_patience = 3", "`keep_best`: must be True, because early_stopping"),
         ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: must be left out, because"),
     ],
 )

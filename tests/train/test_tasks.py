@@ -78,10 +78,6 @@ def test_positions_restart_in_each_document_and_its_first_token_is_not_a_target(
         assert example["weights"].tolist() == targets[5 * i + 1 : 5 * i + 6]
     # A single document needs neither positions nor weights.
     assert task.validation[0].keys() == {"tokens"}
-    together = language_task(tmp_path, decoder, length=5, joined=True)
-    assert together.train[1].keys() == {"tokens"}
-    assert joined(together.train) == joined(task.train)
-    assert together.checksum != task.checksum
 
 
 def test_validation_gets_the_longest_documents_end_if_no_document_has_the_size(tmp_path, decoder):

@@ -167,35 +167,6 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
     assert not list(tmp_path.rglob(".*"))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_picture")
-def test_a_run_that_stops_early_has_its_best_weights_and_resumes_as_if_uninterrupted(
-    tmp_path, capsys, monkeypatch
-):
-    def start(run, losses, *options):
-        figures = ({"loss": loss} for loss in losses)
-        monkeypatch.setattr(setup, "make_validate", lambda *_: lambda _: next(figures))
-        # Validations also save; without early stopping, they would not.
-        settings = {"steps": 18, "save_every": 100, "evaluate_every": 3, "keep_best": True}
-        config = tiny_command(tmp_path, rolling=False, **settings)
-        return finetune.main([*config, "--run", run, *options])
-
-    folder, losses = tmp_path / "runs" / "early", [5.0, 4.0, 1.0, 2.0, 3.0]
-    # The last validation is after the flush.
-    options = ["--early-stopping-patience", "2"]
-    assert start("early", [*losses, 3.5], *options) == 0
-    figures = summary(folder)
-    assert (figures["steps"], figures["best_step"]) == (12, 6)
-    assert figures["validation_after"] == {"loss": 3.5}
-    assert "stopping after step 12: no improvement in 2 validations" in capsys.readouterr().out
-    assert_weights_of_checkpoint(folder, 6, folder)
-    assert start("early", [], *options) == 0
-    assert "Pass a larger --early-stopping-patience" in capsys.readouterr().out
-    assert start("early", [0.5, 0.0]) == 0
-    assert start("whole", [*losses, 0.5, 0.0]) == 0
-    assert not kill_test.differences(folder, tmp_path / "runs" / "whole")
-
-
 def assert_weights_of_checkpoint(run, step, where):
     arrays = kill_test.final_arrays(run / "checkpoints" / str(step))
     for name, x in load_file(where / "model.safetensors").items():
