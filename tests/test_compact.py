@@ -124,7 +124,6 @@ NESTED = {
         compact(optax.chain(optax.clip(1.0), adamw)),
         optax.chain(optax.clip(1.0), compact(adamw)),
     ),
-    "masked": (compact(optax.masked(adamw, decay)), optax.masked(compact(adamw), decay)),
     "partition": (
         compact(optax.partition({"adam": adamw, "sgd": optax.sgd(1.0)}, labels)),
         optax.partition({"adam": compact(adamw), "sgd": optax.sgd(1.0)}, labels),
@@ -136,10 +135,6 @@ NESTED = {
     "MultiSteps": (
         compact(optax.MultiSteps(adamw, 2).gradient_transformation()),
         optax.MultiSteps(compact(adamw), 2),
-    ),
-    "apply_if_finite": (
-        compact(optax.apply_if_finite(adamw, 3)),
-        optax.apply_if_finite(compact(adamw), 3),
     ),
 }
 

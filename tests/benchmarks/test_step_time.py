@@ -17,7 +17,7 @@ from benchmarks.step_time_peers import (
     Runner,
     adamw,
 )
-from benchmarks.step_time_report import Comparison, Result, figures, table
+from benchmarks.step_time_report import figures
 from tests.comparisons import assert_same_bits
 from tests.compilations import times_compiled
 
@@ -124,7 +124,6 @@ def test_a_comparison_measures_every_peer_in_every_round(model):
         batch=1,
         length=LENGTH,
         vocabulary=VOCABULARY,
-        resident="one",
         rounds=2,
         steps=8,
         save=saved.append,
@@ -141,18 +140,3 @@ def test_a_comparison_measures_every_peer_in_every_round(model):
     assert parked["to_host"] == parked["to_device"] == 12
     assert parked["idle"] is None
     assert len(saved) == 3  # after the first turns, and after each round
-
-
-def test_idle_is_the_share_of_a_step_beyond_the_time_of_adamw():
-    once = {"wait_s": [0.0], "work_s": [0.0], "bytes_to_host": [50.0], "bytes_to_device": [0.0]}
-    results = [
-        Result("adamw", step_s=[0.2, 0.1, 0.3], **once),
-        Result("offload", step_s=[0.8], device_peak_bytes=300, **once),
-    ]
-    comparison = Comparison(parameters=100, batch=2, length=10, results=results)
-    measured = figures(comparison)
-    assert measured["offload"]["idle"] == pytest.approx(0.75)
-    assert measured["offload"]["tokens_per_s"] == pytest.approx(25)
-    assert measured["offload"]["device_peak"] == 3
-    assert measured["adamw"]["step_ms"] == pytest.approx(200)
-    assert "| 75.0% |" in table(comparison)
