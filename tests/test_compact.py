@@ -191,13 +191,6 @@ def test_the_other_leaves_may_be_none():
     assert_same_bits([x["kernel"] for x in updates], [x["kernel"] for x in together])
 
 
-def test_a_second_compact_and_complex_moments_change_nothing():
-    params = some_params() | {"complex": jnp.ones((2, 3), jnp.complex64)}
-    once, twice = (updates_of(tx, params) for tx in (compact(adamw), compact(compact(adamw))))
-    assert_same_bits(twice, once)
-    assert optax.tree.get(once[1], "mu").codes["complex"].dtype == jnp.complex64
-
-
 @pytest.mark.parametrize(
     "optimizer",
     [

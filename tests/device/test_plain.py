@@ -108,25 +108,6 @@ def test_injected_hyperparameters_give_the_same_updates(problem):
     assert_close(*results)
 
 
-def test_the_state_can_be_an_output_of_a_branch(problem):
-    make, params, gradients = problem
-    tx = make()
-
-    @jax.jit
-    def step(taken, params, state):
-        updates, state = jax.lax.cond(
-            taken,
-            lambda: tx.update(gradients(params), state, params),
-            lambda: (jax.tree.map(jnp.zeros_like, params), state),
-        )
-        return optax.apply_updates(params, updates), state
-
-    made = params, tx.init(params)
-    for taken in (True, False, True, True, False):
-        made = step(taken, *made)
-    assert_close(made, scanned(tx, params, gradients, 3))
-
-
 @pytest.mark.parametrize("wrap", ["MultiSteps", "apply_if_finite"])
 def test_wrappers_that_withhold_updates_work_with_and_without_an_engine(problem, wrap):
     make, params, gradients = problem

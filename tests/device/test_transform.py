@@ -1,9 +1,5 @@
 """`zenflow()` from an optax user's point of view: its state, arguments, updates and mail."""
 
-import collections.abc
-import copy
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,35 +57,6 @@ def test_the_state_is_a_plain_pytree_without_callables():
     assert first == second
     assert hash(first) == hash(second)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state()))
-
-
-def test_a_state_keeps_its_settings_wherever_it_is_copied():
-    state = make().init(example_params())
-    treedef = jax.tree.structure(state)
-    for copied in (
-        copy.deepcopy(state),
-        jax.eval_shape(lambda: state),
-        jax.lax.cond(state.step == 0, lambda x: x, lambda x: x, state),
-        jax.lax.scan(lambda x, _: (x, None), state, length=2)[0],
-        rebuilt(state),
-    ):
-        assert jax.tree.structure(copied) == treedef
-
-
-def rebuilt(node):
-    """Rebuilds each container from its elements or fields, as orbax and others do."""
-    if jax.tree_util.all_leaves([node]):
-        return node
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*map(rebuilt, node))
-    if isinstance(node, collections.abc.Sequence):
-        return type(node)(map(rebuilt, node))
-    if isinstance(node, collections.abc.Mapping):
-        return type(node)((key, rebuilt(x)) for key, x in node.items())
-    if dataclasses.is_dataclass(node):
-        fields = [field.name for field in dataclasses.fields(node)]
-        return dataclasses.replace(node, **{x: rebuilt(getattr(node, x)) for x in fields})
-    return node
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,6 @@ import elves
 from elves.files import PackedFile
 from tests.comparisons import assert_same_bits
 from tests.hf_models import FIXTURES, load
-from tests.processes import assert_ends, start
 from train import compress
 from train.huggingface.loading import ModelError, read_folder
 
@@ -111,11 +110,6 @@ def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
         assert error.startswith("error: ")
         assert message in error
     assert [p.name for p in model.parent.iterdir()] == ["model"]
-
-
-def test_the_command_does_not_import_jax():
-    code = "import sys, train.compress; print('jax' in sys.modules, 'zenflow_jax' in sys.modules)"
-    assert assert_ends(start("-c", code)) == "False False\n"
 
 
 def test_a_checkpoint_is_not_packed(model, tmp_path, capsys):

@@ -81,21 +81,6 @@ def test_texts_and_tokens_equal_those_of_transformers(tokenizer, template, name,
         assert encoded.marks.tolist() == expected["answers"]
 
 
-@pytest.mark.parametrize(
-    ("name", "case", "texts"),
-    [
-        ("alternating", "several", [" The cat. ", " On the mat.\n\nThe cat. ", " The cat. "]),
-        ("thinking", "thoughts", ["The cat.", "<think>\nIt is.\n</think>\n\nSure."]),
-    ],
-    ids=str,
-)
-def test_only_answers_and_their_ends_are_trained_on(template, name, case, texts):
-    messages, tools = (EXPECTED[name][case].get(key) for key in ("messages", "tools"))
-    end = END if name == "alternating" else TURN_END
-    conversation = template(name).conversation(messages, tools)
-    assert answers_of(conversation) == [text + end for text in texts]
-
-
 def test_a_template_that_hides_answers_is_rejected_with_a_remedy(written):
     for text in (
         "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}",
@@ -107,32 +92,52 @@ def test_a_template_that_hides_answers_is_rejected_with_a_remedy(written):
             written(text).conversation(talk("A", "A", "A", "A", "A", "A"))
 
 
-def test_an_empty_answer_ends_where_the_template_writes_its_end(template):
-    conversation = template("thinking").conversation(talk("Who?", "", "Where?", "Here."))
-    assert answers_of(conversation) == [TURN_END, f"<think>\n\n</think>\n\nHere.{TURN_END}"]
-
-
 def answers_of(conversation):
     return [conversation.text[start:stop] for start, stop in conversation.answers]
 
 
-def test_a_template_that_prompts_for_a_thought_does_not_prompt_for_one_that_the_answer_lacks(
-    written,
-):
-    # Like models that always think: the prompt ends with the start of the thought.
-    turns = (FIXTURES / "turns.jinja").read_text()
-    chat_template = written(turns + "{% if add_generation_prompt %}<think>{% endif %}")
-    for first, last in (("The cat.", "<th>."), ("a", "a"), ("assistant", "<")):
-        conversation = chat_template.conversation(talk("Who?", first, "Where?", last))
-        assert answers_of(conversation) == [first + TURN_END, last + TURN_END]
+def written_as(text, roles="true"):
+    """Returns a template that writes a text in each turn of some roles."""
+    turn = "<|turn|>{{ m.role }}\n" + text + "<|turn_end|>\n"
+    turns = "{% for m in messages %}{% if " + roles + " %}" + turn + "{% endif %}{% endfor %}"
+    return turns + "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 
 
-def test_a_call_that_begins_like_the_prompts_thought_is_trained_on_from_its_first_letter(written):
-    text = "{{ m.content }}{% for c in m.tool_calls or [] %}<tool>{{ c.name }}{% endfor %}"
-    chat_template = written(written_as(text) + "{% if add_generation_prompt %}<think>{% endif %}")
-    turns = [*talk("Who?"), {"role": "assistant", "content": "", "tool_calls": [FIND]}]
-    conversation = chat_template.conversation([*turns, *talk("Who?", "It.")])
-    assert answers_of(conversation) == [f"<tool>find{TURN_END}", f"It.{TURN_END}"]
+CONTENT = written_as("{{ m.content }}")
+TEXTS = {path.stem: path.read_text() for path in FIXTURES.glob("*.jinja")}
+# Like models that always think: the prompt ends with the start of the thought.
+THINK = "{% if add_generation_prompt %}<think>{% endif %}"
+TAGGED = written_as("{{ m.content }}{% for c in m.tool_calls %}<tool>{{ c.name }}{% endfor %}")
+FIND = {"name": "find", "arguments": {}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [FIND]}
+SEVERAL = EXPECTED["alternating"]["several"]["messages"]
+THOUGHTS, CAT = EXPECTED["thinking"]["thoughts"]["messages"], "The cat."
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "expected"),
+    [
+        (TEXTS["alternating"], SEVERAL, [f" {x} " for x in (CAT, f"On the mat.\n\n{CAT}", CAT)]),
+        (TEXTS["thinking"], THOUGHTS, [CAT, "<think>\nIt is.\n</think>\n\nSure."]),
+        # An empty answer ends where the template writes its end.
+        (TEXTS["thinking"], talk("A", "", "B", "C"), ["", "<think>\n\n</think>\n\nC"]),
+        # The prompt's thought is not in the answers, even if they begin like it.
+        *(
+            (TEXTS["turns"] + THINK, talk("Who?", *both), both[::2])
+            for both in (("The cat.", "Where?", "<th>."), ("a", "Is?", "a"), ("assistant", "", "<"))
+        ),
+        (TAGGED + THINK, [*talk("Who?"), CALL, *talk("Who?", "It.")], ["<tool>find", "It."]),
+        # The first message counts in its place, and not where its text recurs.
+        *(
+            (TEXTS["turns"], [*talk("", x)[1:], *talk("kind.", x, "assistant", "Be")], [x, x, "Be"])
+            for x in ("kind.", "", "assistant", "Be")
+        ),
+    ],
+)
+def test_only_answers_and_their_ends_are_trained_on(written, text, messages, expected):
+    end = END if text == TEXTS["alternating"] else TURN_END
+    conversation = written(text).conversation(messages)
+    assert answers_of(conversation) == [x + end for x in expected]
 
 
 def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(written):
@@ -146,13 +151,6 @@ def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(writt
         assert answers_of(conversation) == [answer + TURN_END] * 2 + [f"{answer}{TURN_END}\n{END}"]
         turns = [conversation.text[:start].count(TURN) for start, _ in conversation.answers]
         assert turns == [2, 4, 6]
-
-
-@pytest.mark.parametrize("text", ["kind.", "", "assistant", "Be"])
-def test_the_first_message_is_trained_on_in_its_place_and_not_where_its_text_recurs(template, text):
-    turns = [{"role": "assistant", "content": text}, *talk("kind.", text, "assistant", "Be")]
-    conversation = template("turns").conversation(turns)
-    assert answers_of(conversation) == [text + TURN_END, text + TURN_END, f"Be{TURN_END}"]
 
 
 @pytest.mark.parametrize("name", ["turns", "marked"])
@@ -174,21 +172,6 @@ def test_a_template_that_marks_answers_together_cannot_leave_out_an_answer(writt
     assert chat_template.conversation(talk("a", "b", "c", "d")).answers == [(0, 4)]
     with pytest.raises(ConversationError, match=r"has 1 `{% generation %}` for 2 answers"):
         chat_template.conversation(talk("a", "b", "c", "d"), skipped=[1])
-
-
-def test_arguments_of_calls_are_objects_in_templates(tmp_path, written, template):
-    call = {"name": "look", "arguments": '{"in": ["the bin"], "n": 1}'}
-    turns = [*talk("Where?"), {"role": "assistant", "tool_calls": [{"function": call}]}]
-    path = write(tmp_path / "a.jsonl", turns)
-    [conversation] = Conversations(template("turns")).read(path)
-    parsed = call | {"arguments": json.loads(call["arguments"])}
-    assert json.loads(answers_of(conversation)[0][len("\ncall ") : -len(TURN_END)]) == parsed
-    text_alone = (
-        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}<|turn_end|>{% endfor %}"
-    )
-    [conversation] = Conversations(written(text_alone)).read(path)
-    assert answers_of(conversation) == [f"look {call['arguments']}{TURN_END}"]
 
 
 def test_a_folders_template_can_be_in_one_of_several_files(tmp_path, tokenizer):
@@ -306,14 +289,6 @@ def test_a_prompt_follows_the_template_with_a_system_message(tmp_path, tokenizer
         generate.read_prompt(options, tokenizer)
 
 
-def written_as(text, roles="true"):
-    """Returns a template that writes a text in each turn of some roles."""
-    turn = "<|turn|>{{ m.role }}\n" + text + "<|turn_end|>\n"
-    turns = "{% for m in messages %}{% if " + roles + " %}" + turn + "{% endif %}{% endfor %}"
-    return turns + "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-
-
-CONTENT = written_as("{{ m.content }}")
 CALLS = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.name }}CALL{% endfor %}"
 ARGUMENTS = CALLS.replace(
     "CALL", "{% for k, v in c.arguments.items() %} {{ k }}={{ v }}{% endfor %}"
@@ -321,7 +296,6 @@ ARGUMENTS = CALLS.replace(
 GIVEN = CALLS.replace("CALL", " {{ c.arguments }}")
 LOOK = {"name": "look", "arguments": {"in": "it", "deep": {"er": ["a", 3]}, "n": 2, "new": True}}
 ZERO = {"name": "look", "arguments": {"n": 0}}
-FIND = {"name": "find", "arguments": {}}
 
 
 def called(*calls):
