@@ -247,28 +247,16 @@ def close_after_a_failed_save(engine):
     engine.close()
 
 
-def close_during_a_save(engine):
-    engine.snapshot()
-    engine.close()
-
-
-def close_after_an_unwritten_save(engine):
-    engine.snapshot().close()
-    engine.close()
-
-
 @pytest.mark.parametrize(
     ("end", "warnings"),
     [
         (close_after_a_failed_save, 1),
-        (close_after_an_unwritten_save, 1),
-        (close_during_a_save, 0),
         (zenflow_jax.HostEngine.close, 1),
         (lambda engine: None, 1),  # garbage collection ends it
         (zenflow_jax.HostEngine.state, 0),
         (close_in_an_exception, 0),
     ],
-    ids=["failed", "unwritten", "in progress", "close", "collected", "saved", "exception"],
+    ids=["failed", "close", "collected", "saved", "exception"],
 )
 def test_an_engine_that_ends_without_a_flush_warns_once_about_lost_updates(
     caplog, monkeypatch, end, warnings
