@@ -247,7 +247,7 @@ def trained(sources, steps, folder):
 @pytest.mark.parametrize(
     ("name", "steps", "optimizer"),
     # A vocabulary in parts, a head that is the embedding, and classes. Muon's labels go by path.
-    [("llama2", 3, "adamw"), ("llama2", 3, "muon"), ("qwen2", 0, "sgd"), ("bert", 3, "muon")],
+    [("llama2", 3, "adamw"), ("qwen2", 0, "sgd"), ("bert", 3, "muon")],
 )
 def test_a_layerwise_run_equals_the_optimizer_on_the_device(
     tmp_path, monkeypatch, name, steps, optimizer

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
-import importlib.util
+import importlib
 import math
 import time
 import zlib
@@ -25,7 +25,6 @@ from typing import Any
 from rich.console import Console
 
 from elves.atomic import atomic_path
-from train.cli.settings import SettingsError
 from train.log.meter import Row
 
 # A tracker with `log(figures, step)`, for finite values by name (`train/loss`), and `finish()`.
@@ -111,14 +110,6 @@ class NoLog(contextlib.nullcontext):
         pass
 
     add = validation = begin
-
-
-def check_reporter(kind: str) -> None:
-    """Raises an error before the run starts if the tracker's package is not installed."""
-    if kind != "none" and importlib.util.find_spec(kind) is None:
-        raise SettingsError(
-            f"`report_to`: the package for {kind} is not installed. Install it: pip install {kind}"
-        )
 
 
 def reporter(kind: str, folder: Path, *, config: Mapping[str, Any]) -> Reporter | None:
