@@ -1,4 +1,4 @@
-"""A run's recorded spans, and their picture."""
+"""A run's recorded spans."""
 
 import pytest
 

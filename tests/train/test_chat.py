@@ -289,7 +289,8 @@ def test_a_prompt_follows_the_template_with_a_system_message(tmp_path, tokenizer
         generate.read_prompt(options, tokenizer)
 
 
-CALLS = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.name }}CALL{% endfor %}"
+CALLED = "m.tool_calls or []"
+CALLS = "{{ m.content }}{% for c in " + CALLED + " %}{{ c.name }}CALL{% endfor %}"
 ARGUMENTS = CALLS.replace(
     "CALL", "{% for k, v in c.arguments.items() %} {{ k }}={{ v }}{% endfor %}"
 )
@@ -304,46 +305,44 @@ def called(*calls):
     return [*talk("look in it"), answer, {"role": "tool", "content": "it"}, *talk("it", "it")]
 
 
+LOOKS, SOME = called(LOOK), "(m.tool_calls or [])"
+SYSTEM = [{"role": "system", "content": "it"}, *talk("it", "it")]
+
+
+def with_values(value):
+    """Returns a template of calls in which an expression replaces each argument's value."""
+    return ARGUMENTS.replace("{{ v", "{{ v " + value)
+
+
 @pytest.mark.parametrize(
-    ("text", "messages", "tools", "match"),
+    ("text", "roles", "messages", "match"),
     [
-        (
-            written_as("{{ m.content }}", "m.role != 'system'"),
-            None,
-            None,
-            r"`content` of message 1",
-        ),
-        (written_as("{{ m.content }}", "m.role != 'tool'"), called(LOOK), None, "`tool_calls`"),
-        (written_as(ARGUMENTS, "m.role != 'tool'"), called(LOOK), None, "`content` of message 3"),
-        (written_as(ARGUMENTS, "loop.last or m.content != 'it'"), called(), None, "`content` of m"),
-        ("{{ tools | tojson }}" + CONTENT, called(LOOK), [LOOK], "`tool_calls` of message 2"),
-        (
-            written_as(CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")),
-            called(LOOK, LOOK),
-            None,
-            "`tool_calls` of m",
-        ),
-        (written_as(CALLS.replace("CALL", "")), called(LOOK), None, "message 2 .*: 'it'"),
-        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is string")), called(LOOK), None, "'a'"),
-        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is not number")), called(LOOK), None, "2"),
-        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v != true")), called(LOOK), None, "True"),
-        (written_as(ARGUMENTS.replace("{{ v", "{{ v or ''")), called(ZERO), None, "'0'"),
-        (written_as("{{ m.content[:5] }}"), talk("A question", "Yes"), None, "message 1 .*'A que"),
-        (written_as("{{ m.content | length }}"), talk("10", "2"), None, "message 1 .*'10'"),
-        (written_as("{{ m.content.split('</think>')[1] }}"), talk("a</think>b", "c"), None, "1"),
-        (CONTENT, called(), [FIND], "skips `tools`: 'find'"),
-        (
-            written_as(ARGUMENTS.replace("m.tool_calls or []", "(m.tool_calls or [])[::-1]")),
-            called(LOOK, FIND)[:2],
-            None,
-            "order",
-        ),
+        ("{{ m.content }}", "m.role != 'system'", SYSTEM, "`content` of message 1"),
+        ("{{ m.content }}", "m.role != 'tool'", LOOKS, "`tool_calls`"),
+        (ARGUMENTS, "m.role != 'tool'", LOOKS, "`content` of message 3"),
+        (ARGUMENTS, "loop.last or m.content != 'it'", called(), "`content` of m"),
+        (CALLS.replace(CALLED, SOME + "[:1]"), "true", called(LOOK, LOOK), "`tool_calls` of m"),
+        (CALLS.replace("CALL", ""), "true", LOOKS, "message 2 .*: 'it'"),
+        (with_values("if v is string"), "true", LOOKS, "'a'"),
+        (with_values("if v is not number"), "true", LOOKS, "2"),
+        (with_values("if v != true"), "true", LOOKS, "True"),
+        (with_values("or ''"), "true", called(ZERO), "'0'"),
+        ("{{ m.content[:5] }}", "true", talk("A question", "Yes"), "message 1 .*'A que"),
+        ("{{ m.content | length }}", "true", talk("10", "2"), "message 1 .*'10'"),
+        ("{{ m.content.split('</think>')[1] }}", "true", talk("a</think>b", "c"), "1"),
+        (ARGUMENTS.replace(CALLED, SOME + "[::-1]"), "true", called(LOOK, FIND)[:2], "order"),
     ],
 )
-def test_a_template_that_skips_a_part_is_rejected(text, messages, tools, match):
-    messages = messages or [{"role": "system", "content": "it"}, *talk("it", "it")]
+def test_a_template_that_skips_a_part_is_rejected(text, roles, messages, match):
     with pytest.raises(ConversationError, match=match):
-        ChatTemplate(text, {}, (), "here").conversation(messages, tools)
+        ChatTemplate(written_as(text, roles), {}, (), "here").conversation(messages)
+
+
+def test_a_template_that_skips_a_tool_or_writes_a_call_only_as_a_tool_is_rejected(written):
+    with pytest.raises(ConversationError, match="`tool_calls` of message 2"):
+        written("{{ tools | tojson }}" + CONTENT).conversation(LOOKS, [LOOK])
+    with pytest.raises(ConversationError, match="skips `tools`: 'find'"):
+        written(CONTENT).conversation(called(), [FIND])
 
 
 @pytest.mark.parametrize(
