@@ -38,12 +38,6 @@ def tokenizer(folder):
     return read_tokenizer(folder, vocabulary=1000)
 
 
-@pytest.fixture(scope="module")
-def template(folder, tokenizer):
-    """Returns a function that reads a fixture's template by name."""
-    return lambda name: read_template(folder, tokenizer.tokens, FIXTURES / f"{name}.jinja")
-
-
 @pytest.fixture
 def written(tmp_path, folder, tokenizer):
     """Returns a function that makes a template from a text."""
@@ -69,8 +63,8 @@ def talk(*turns):
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
-def test_texts_and_tokens_equal_those_of_transformers(tokenizer, template, name, case):
-    expected, chat_template = EXPECTED[name][case], template(name)
+def test_texts_and_tokens_equal_those_of_transformers(tokenizer, written, name, case):
+    expected, chat_template = EXPECTED[name][case], written(TEXTS[name])
     conversation = chat_template.conversation(expected["messages"], expected.get("tools"))
     assert conversation.text == expected["text"]
     prompt = chat_template.render(expected["messages"][:-1], ask=True, tools=expected.get("tools"))
@@ -155,11 +149,11 @@ def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(writt
 
 @pytest.mark.parametrize("name", ["turns", "marked"])
 @pytest.mark.parametrize("field", ["weight", "Loss-Weight", "train", "loss_mask", "isTrainable"])
-def test_an_answer_with_weight_zero_is_not_trained_on(tmp_path, template, name, field):
+def test_an_answer_with_weight_zero_is_not_trained_on(tmp_path, written, name, field):
     turns = talk("Who?", "A dog.", "Sure?", "The cat.", "Really?", "Yes.")
     turns[1][field], turns[3][field], turns[2][field] = 0, 1.0, False
     path = write(tmp_path / "a.jsonl", turns)
-    [conversation] = Conversations(template(name)).read(path)
+    [conversation] = Conversations(written(TEXTS[name])).read(path)
     assert answers_of(conversation) == [f"The cat.{TURN_END}", f"Yes.{TURN_END}"]
     assert "A dog." in conversation.text
     assert field not in conversation.text
