@@ -59,11 +59,7 @@ FILES = {
         ("a.json", '{"train": [{}], "test": [{}]}', r"the lists 'train', 'test'\. Write each to a"),
         ("a.json", json.dumps([PLAIN, {"output": "b"}]), "item 2: .* 'instruction' is missing"),
         ("a.jsonl", records(PLAIN | {"history": [["a", "b"]]}), r"'history' .* use --task chat"),
-        (
-            "a.jsonl",
-            records(PLAIN | {"context": "a"}),
-            r"'input' is missing\. Rename 'context' to ",
-        ),
+        ("a.jsonl", records(PLAIN | {"context": "a"}), r"Rename 'context' to 'input'"),
     ],
     "chat": [
         ("a.jsonl", chats({"messages": []}), r"line 2: .* must be a list of messages, but is \[\]"),
