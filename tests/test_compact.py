@@ -163,11 +163,7 @@ def test_moments_are_found_in_every_wrapper_of_optax(name):
         (optax.adamw(1e-3, mu_dtype=jnp.bfloat16), 2.1875, 2.1875),
         (optax.nadamw(1e-3), 2.1875, 2.1875),
         (optax.lion(1e-3), 1.0625, 1.0625),
-        (
-            optax.contrib.muon(1e-3, muon_weight_dimension_numbers=ADAM_FOR_ALL),
-            2.1875,
-            2.1875,
-        ),
+        (optax.contrib.muon(1e-3, muon_weight_dimension_numbers=ADAM_FOR_ALL), 2.1875, 2.1875),
         (optax.contrib.muon(1e-3), 4, 2),  # its own momentum stays
     ],
 )

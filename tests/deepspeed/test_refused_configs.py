@@ -73,7 +73,7 @@ def selected(strategy, interval):
         (
             selected("epoch", 1),
             {"steps_per_epoch": 3},
-            "select_interval` is 1.* update_interval=4 .* 3",
+            "select_interval` is 1.* update_interval=4 ",
         ),
         (selected("step", "auto"), {}, 'select_interval` is "auto".* a whole number '),
         (selected("epoch", 1), {}, "select_strategy`.* steps_per_epoch="),

@@ -44,10 +44,7 @@ def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
         (lambda: mesh("data=0"), "^`mesh`: needs `axis=size` pairs.*but has 'data=0'"),
         (lambda: mesh("tensr=1"), "needs only the axes data, fsdp, tensor, but has `tensr`"),
         (lambda: mesh("data=64,fsdp=3"), r"needs .* of devices, here \d+ .* the product 192"),
-        (
-            lambda: shardings_of("a/up/kernel", 4, 4),
-            "`fsdp` that divides .*but has fsdp=3",
-        ),
+        (lambda: shardings_of("a/up/kernel", 4, 4), "`fsdp` that divides .*but has fsdp=3"),
         (lambda: shardings_of("bias", 4), r"`bias`.* needs a rule in .*, but has none"),
         (lambda: Launch(processes=2), "--processes is not enough. Pass .* together"),
         (lambda: Launch(coordinator="a:1", processes=2, process=2), "below --processes 2, .*is 2"),
