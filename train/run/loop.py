@@ -174,7 +174,7 @@ class Run:
             # run that had these steps from the start.
             self._save(self.steps)
         self.checkpoints.wait()
-        if number := self.stop.end(f"all {self.steps} steps are finished and saved"):
+        if number := self.stop.end():
             raise Stopped(how_to_resume(number, self.steps, self.folder), signal_number=number)
 
     def _step(self, step: int, lengths: set[int | None]) -> None:
