@@ -125,7 +125,7 @@ class Meter:
     def state(self) -> dict[str, Any]:
         """Returns the state for a resumed run, as JSON. Blocks until all steps are finished."""
         unread = [(float(x.loss), int(x.skipped)) for x in jax.device_get(list(self._unread))]
-        return {"rows": self.rows, "unread": unread, "skipped": self._skipped}
+        return {"rows": [*self.rows], "unread": unread, "skipped": self._skipped}
 
     def since_start(self) -> Totals:
         return _totals(self._started, self._mark())

@@ -312,7 +312,8 @@ class Run:
 
     def _save(self, step: int) -> None:
         self._log_rows(whole=True)
-        progress = {"validations": self.validations, "meter": self.meter.state()}
+        # A copy, because orbax writes it in another thread.
+        progress = {"validations": [*self.validations], "meter": self.meter.state()}
         at, figures = self.validations[-1] if self.validations else (0, {})
         figure = figures[self.job.settings.metric] if at == step else None
         self.training.save(self.checkpoints, step, progress, figure)
