@@ -209,6 +209,8 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
 
     for call, error, words in (
         (lambda: attach(attached), TypeError, "already attached"),
+        (lambda: attach(print, engine, engine_options=KERNEL), TypeError, "has its options"),
+        (lambda: attach(print, flush_every=0), ValueError, "`flush_every` must be at least 1"),
         (lambda: attach(print, get=lambda *both: both), TypeError, "belong together"),
         (lambda: attach(PLAIN)(state, params, 0), TypeError, by_position),
         (lambda: attach(PLAIN)(tree | {"opt_state": ()}), ValueError, "contains 0 ZenFlowStates"),
