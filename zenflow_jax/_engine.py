@@ -183,7 +183,7 @@ class HostEngine:
             ValueError, TypeError: If state or parameters differ from the constructor's, or are on
                 different devices.
         """
-        self._check_open()
+        self._check_usable()
         if not self._offloads:
             return self._pass(params, opt_state)
         boundaries = self._progress.boundaries()
@@ -255,7 +255,7 @@ class HostEngine:
         Raises:
             RuntimeError, ValueError, TypeError: As for `exchange`, or if a step was not exchanged.
         """
-        self._check_open()
+        self._check_usable()
         state = self._checker.state(opt_state)
         if not self._offloads:
             self._read_counts()
@@ -311,7 +311,7 @@ class HostEngine:
     @recorded("state")
     def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:
         """Waits for the host's masters; returns a key that each step, flush or load changes."""
-        self._check_open()
+        self._check_usable()
         self._checker.state(opt_state)
         if self._progress.step == 0:
             self._updates.load(self._checker.take(params).offloaded)
@@ -363,7 +363,7 @@ class HostEngine:
         if lost:
             raise RuntimeError(lost)
 
-    def _check_open(self) -> None:
+    def _check_usable(self) -> None:
         if self._worker.closed:
             raise RuntimeError(
                 "This engine is closed. Close an engine only after the last `flush`; for a new "
@@ -377,7 +377,7 @@ class HostEngine:
 
     def _settle(self) -> None:
         """Waits until the worker is idle and all comparisons have been read."""
-        self._check_open()
+        self._check_usable()
         self._integrity.check(self._progress.step)
         self._mailbox.drain()
         self._updates.wait()

@@ -88,7 +88,7 @@ def iter_master_params(
     }
 
     def host_masters(number: int) -> jax.Array:
-        engine._check_open()
+        engine._check_usable()
         if moment() != start:
             raise RuntimeError(
                 f"Parameters changed while the masters of step {step} were being read (it is now "
