@@ -41,15 +41,8 @@ from zenflow_jax._version import LAYOUT_NAME
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
     """Reads a part's piece of a leaf's restored array, wherever the array is."""
     index, x = place_of(name, part, spec), tree[name]
-    if not isinstance(x, jax.Array):
-        return x[index]
-    piece = piece_of(x, index)
-    if piece is None and not x.is_fully_addressable:
-        raise ValueError(
-            f"The restored {name} of {part.spec.name} lacks this process's part {part.index}; its "
-            f"sharding is {x.sharding}. Restore with `abstract_engine_state(opt_state)` as the "
-            "template."
-        )
+    piece = piece_of(x, index) if isinstance(x, jax.Array) else x[index]
+    # jax rejects an array in several processes that was not restored like the template.
     return np.asarray(x)[index] if piece is None else piece
 
 
@@ -174,20 +167,13 @@ def check_resumed(saved: Any, state: ZenFlowState) -> RunState:
                 f"{old.get(name)}. {_MAY_CHANGE}"
             )
     expected = arrays_of_leaves(state)
-    if jax.tree.structure(leaves) != jax.tree.structure(expected):
+    # Otherwise a slice of a larger array would fit.
+    shapes = [jax.tree.map(lambda x: (*x.shape, x.dtype), x) for x in (leaves, expected)]
+    if shapes[0] != shapes[1]:
         raise ValueError(
-            "`engine_state` differs in structure from `abstract_engine_state(opt_state)`: "
-            f"{str(jax.tree.structure(leaves))[:200]}. Pass the whole result of `engine.state()`."
+            "The arrays in `engine_state` differ from those in `abstract_engine_state(opt_state)`. "
+            "Pass the whole result of `EngineRestore` or `engine.state()`."
         )
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(leaves), jax.tree.leaves(expected), strict=True
-    ):
-        if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
-            raise UnfitRunError(
-                f"`engine_state` has {x.dtype} {tuple(x.shape)} at "
-                f"['leaves']{jax.tree_util.keystr(path)}, but this run needs {y.dtype} "
-                f"{tuple(y.shape)}. {_MAY_CHANGE}"
-            )
     return run
 
 
