@@ -120,7 +120,7 @@ class HostEngine:
             self._worker = worker = Worker(
                 state, weights, offloaded, host_kernel, threads, max_skipped, compact=compact
             )
-            self._checker = checks.StateChecker(state, weights, offloaded)
+            self._checker = checks.StateChecker(state, weights)
             self._progress = progress = Progress(state.schedule, offloaded, run)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
@@ -133,6 +133,7 @@ class HostEngine:
             )
             # Without offloaded leaves: counts of the last step, which are read at the next call.
             self._offloads, self._unread = state.offloads, None
+            self._offloaded = offloaded
         tokens.run = joining.number
         # This must come last: a failed constructor must not leak a thread.
         worker.start()
@@ -194,18 +195,19 @@ class HostEngine:
         state = self._checker.state(opt_state)
         # Rejects unsuitable parameters before any change.
         taken = self._checker.take(params)
+        offloaded = self._offloaded.pick(taken.weights)
         if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
         self._tokens.check_new_step(state)
         self._checker.check_in_place(state, taken.weights)
         if first:
-            self._updates.load(taken.offloaded)
+            self._updates.load(offloaded)
             self._updates.note_channels(state.leaves)
         with self._lifecycle.change():
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
-            weights = self._updates.collect(taken.offloaded, arriving, state.step)
+            weights = self._updates.collect(offloaded, arriving, state.step)
             leaves, measured = state.leaves, {}
             for group in closing:
                 if boundaries[group].selects:
@@ -216,8 +218,8 @@ class HostEngine:
                         measured[group] = self._updates.measure(group, leaves)
                 self._progress.window_closed(group)
             weights = self._updates.collect(weights, at_once, state.step)
-            if any(x is not y for x, y in zip(weights, taken.offloaded, strict=True)):
-                taken = taken.with_offloaded(weights)
+            if any(x is not y for x, y in zip(weights, offloaded, strict=True)):
+                taken = taken.put(self._offloaded.places, weights)
                 params = taken.tree
             self._progress.passed(boundaries, state.step_scalars, measured)
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
@@ -272,8 +274,9 @@ class HostEngine:
         self._integrity.check(self._progress.step)
         with self._lifecycle.change(flushes=True):
             if arriving:
-                weights = self._updates.collect(taken.offloaded, arriving, state.step)
-                taken = taken.with_offloaded(weights)
+                offloaded = self._offloaded.pick(taken.weights)
+                weights = self._updates.collect(offloaded, arriving, state.step)
+                taken = taken.put(self._offloaded.places, weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)
                 opt_state = replace_state(opt_state, state._replace(token=token))
@@ -314,7 +317,7 @@ class HostEngine:
         self._check_usable()
         self._checker.state(opt_state)
         if self._progress.step == 0:
-            self._updates.load(self._checker.take(params).offloaded)
+            self._updates.load(self._offloaded.pick(self._checker.take(params).weights))
         self._settle()
         return lambda: (self._tokens.number, self._updates.loads)
 

@@ -77,11 +77,12 @@ def stream(
             f"The state has send_gradients={state.send_gradients.value!r}, but streamed layers "
             "send gradients in the backward pass. Use zenflow(send_gradients='during_step')."
         )
-    weights, treedef, places = match_leaves(params, state)
+    found = match_leaves(params, state)
+    weights = list(found.leaves)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(as_pure(params))]
     signs = state.schedule.provisional_share is not None
     rank = mail_rank([leaf.spec for leaf in state.leaves])
-    for place, leaf in zip(places, state.leaves, strict=True):
+    for place, leaf in zip(found.places, state.leaves, strict=True):
         if _is_layer(leaf, paths[place], weights[place], where):
             check_layers_whole(leaf.spec, weights[place])
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
@@ -90,7 +91,7 @@ def stream(
             f"None of {len(weights)} leaves can stream. Stack the layers along the first axis, as "
             "for `jax.lax.scan`."
         )
-    return jax.tree.unflatten(treedef, weights)
+    return jax.tree.unflatten(found.treedef, weights)
 
 
 def _is_layer(

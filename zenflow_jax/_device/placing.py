@@ -270,7 +270,6 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
 
 def weights_in_place(params: Any, state: ZenFlowState, *, abstract: bool = False) -> list[Any]:
     """Returns the parameters of the state's leaves, after checking their placement."""
-    leaves, _, places = match_leaves(params, state)
-    weights = [leaves[i] for i in places]
+    weights = match_leaves(params, state).weights
     check_placement(weights, [leaf.spec for leaf in state.leaves], abstract=abstract)
     return weights

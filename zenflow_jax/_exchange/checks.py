@@ -4,8 +4,6 @@ Each call compares shardings with the last correct shardings, because a compiled
 same objects every time.
 """
 
-import dataclasses
-import functools
 import logging
 import math
 import operator
@@ -16,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from zenflow_jax._device.leaves import LOOPS, Places, check_leaves
+from zenflow_jax._device.leaves import LOOPS, CallerTree, Matcher
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import (
     check_arrays,
@@ -25,7 +23,6 @@ from zenflow_jax._device.placing import (
     weights_in_place,
 )
 from zenflow_jax._device.state import ZenFlowState, find_state, has_state
-from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.leaf import as_pure
 from zenflow_jax._spec.rules import SendGradients
 
@@ -122,16 +119,10 @@ def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
 class StateChecker:
     """Rejects states and parameters from outside a run. Must be used from one thread only."""
 
-    def __init__(
-        self,
-        state: ZenFlowState,
-        weights: Sequence[jax.Array],
-        offloaded: OffloadedLeaves,
-    ):
-        self._offloaded = offloaded
+    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array]):
         self._schedule = state.schedule
         self._specs = [leaf.spec for leaf in state.leaves]
-        self._places = Places(self._specs)
+        self._match = Matcher(self._specs)
         self._on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
         # The last correct shardings of state and parameters.
         self._state_shardings: list[Any] = []
@@ -156,10 +147,9 @@ class StateChecker:
             check_in_place(state, weights)
             self._state_shardings = shardings
 
-    def take(self, params: Any) -> "CallerTree":
+    def take(self, params: Any) -> CallerTree:
         """Splits parameters into leaves; rejects different shapes, dtypes or placements."""
-        taken = CallerTree(*self._places(params), self._offloaded)
-        check_leaves(taken.weights, self._specs)
+        taken = self._match(params)
         shardings = [getattr(weight, "sharding", None) for weight in taken.weights]
         if not _same(shardings, self._param_shardings):
             check_placement(taken.weights, self._specs)
@@ -169,32 +159,3 @@ class StateChecker:
 
 def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
     return len(current) == len(last) and all(map(operator.is_, current, last))
-
-
-@dataclasses.dataclass(frozen=True)
-class CallerTree:
-    """A caller's `params`, which may contain leaves that are not in the state."""
-
-    leaves: Sequence[Any]
-    treedef: Any
-    places: Sequence[int]  # the index in `leaves` of each leaf in the state
-    known: OffloadedLeaves
-
-    @functools.cached_property
-    def weights(self) -> list[Any]:
-        return [self.leaves[i] for i in self.places]
-
-    @functools.cached_property
-    def offloaded(self) -> list[Any]:
-        return self.known.pick(self.weights)
-
-    @property
-    def tree(self) -> Any:
-        return jax.tree.unflatten(self.treedef, self.leaves)
-
-    def with_offloaded(self, weights: Sequence[jax.Array]) -> "CallerTree":
-        """Returns this tree with `weights` instead of the offloaded leaves."""
-        leaves = list(self.leaves)
-        for i, weight in zip(self.known.pick(self.places), weights, strict=True):
-            leaves[i] = weight
-        return dataclasses.replace(self, leaves=leaves)
