@@ -178,12 +178,8 @@ def check_resumed(saved: Any, state: ZenFlowState) -> RunState:
 
 
 _MAY_CHANGE = (
-    "Resume with the saved run's parameters and options. Only these may change: learning rate, "
-    "betas, eps, weight decay, `max_grad_norm`, devices, processes, `partition_replicated` and "
-    "`send_gradients`. "
-    "The number of selected channels also depends on the number of devices that divide a channel "
-    "axis, unless `topk_ratio` times the channels of each device is a whole number. "
-    "A mesh may divide the layers of a stack only if the saved run's mesh did."
+    "Resume with the saved run's parameters and options, and on a mesh that divides channels and "
+    'layers alike; docs/checkpoints.md, "What may change", lists the rest.'
 )
 
 

@@ -81,10 +81,8 @@ class Matcher:
             unknown = sorted(by_name.keys() - set(names))
             raise ValueError(
                 f"`params` lacks {first_names(missing)}, which the state was made for, among its "
-                f"{len(paths)} leaves"
-                f"{f', and has {first_names(unknown)} instead' if unknown else ''}. Pass the "
-                "tree that `tx.init` got: `nnx.state(model)` for an nnx model, and a tree without "
-                "`optax.flatten`."
+                f"{len(paths)} leaves (others are {first_names(unknown) or 'none'}). Pass the tree "
+                "that `tx.init` got: `nnx.state(model)` for nnx, and without `optax.flatten`."
             )
         return [by_name[name] for name in names]
 

@@ -150,10 +150,8 @@ def check_in_place(state: ZenFlowState, weights: Sequence[Any], *, typed: bool =
         raise ValueError(
             f"The state of {first_names(names)} is not where `tx.init(params)` puts it: mail in "
             "host memory, all else on the parameters' device or mesh. Before the first step, call "
-            "`opt_state = zenflow_jax.place(params, opt_state)`. If jit or a trainer moves arrays, "
-            "pass the result's shardings, `jax.tree.map(lambda x: x.sharding, opt_state)`, which "
-            "include memory kinds, as `in_shardings` and `out_shardings`; if that is impossible, "
-            'use `zenflow(send_gradients="after_step")`, whose mail is on the device.'
+            "`zenflow_jax.place(params, opt_state)`, and pass the result's shardings to jit "
+            '(docs/usage.md, "A state in another place").'
         )
 
 
@@ -165,10 +163,9 @@ def check_arrays(state: Any, kinds: type | tuple[type, ...] = jax.Array) -> None
         names = first_names([jax.tree_util.keystr(path) for path, _ in wrong])
         raise TypeError(
             f"The optimizer state contains a {type(wrong[0][1]).__name__} instead of a jax array "
-            f"at {names}. Pass the state that `tx.init` or the step returned, outside jit (jit the "
-            "step, not the function that `attach` returns). For flax nnx, pass model and optimizer "
-            "to `exchange_nnx` or `flush_nnx`. Restore every leaf from a checkpoint; "
-            "`zenflow_jax.place(params, opt_state)` puts NumPy arrays on the devices."
+            f"at {names}. Pass the state that `tx.init` or the step returned, outside jit; for "
+            "flax nnx, call `exchange_nnx` or `flush_nnx`. `zenflow_jax.place(params, opt_state)` "
+            "puts restored NumPy arrays on the devices."
         )
 
 

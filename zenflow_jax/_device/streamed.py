@@ -81,9 +81,8 @@ class Streamed:
         """Rejects conversion to an array, which all jax functions try."""
         raise TypeError(
             f"Only `streaming.scan_layers` can read the {self.dtype} {self.shape} that "
-            "`streaming.stream` returned. If the model has its own scans, differentiate "
-            "`streaming.stream_scans(loss_fn)`, and pass this array as an argument. Move other "
-            "operations on it into the scan's body."
+            "`streaming.stream` returned. Move operations on it into the scan's body; for a "
+            "model's own scans, differentiate `streaming.stream_scans(loss_fn)`."
         )
 
     def __getitem__(self, _: Any) -> Any:

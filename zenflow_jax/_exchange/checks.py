@@ -51,10 +51,8 @@ def _check_one_run(state: ZenFlowState) -> None:
     shape = np.shape(state.step)
     if shape:
         raise ValueError(
-            f"The state has {math.prod(shape)} copies of each array, from `jax.pmap`, "
-            "`flax.jax_utils.replicate` or `jax.vmap(tx.init)`. To train on several devices, use "
-            f"`jit` instead of `pmap` {LOOPS}. For several runs, give each its own state, step and "
-            "engine; stacked layers need no `vmap`."
+            f"The state has {math.prod(shape)} copies of each array, from `pmap`, `replicate` or "
+            f"`vmap`. Use `jit` instead of `pmap` {LOOPS}; for several runs, make several states."
         )
 
 
@@ -62,9 +60,9 @@ def _check_fresh(state: ZenFlowState) -> None:
     step = int(read(state.step))
     if step:
         raise ValueError(
-            f"The state is from step {step}, but a new engine lacks the moments of the deferred "
-            "channels. Make the engine before the first step, or pass the `engine_state` that was "
-            "saved with this state, or start from the parameters alone, with `tx.init(params)`."
+            f"The state is from step {step}, but a new engine lacks the deferred channels' "
+            "moments. Pass the `engine_state` that was saved with this state, or start from the "
+            "parameters alone, with `tx.init(params)`."
         )
 
 
@@ -74,10 +72,9 @@ def _is_wrapped(opt_state: Any, state: ZenFlowState) -> bool:
     if around and state.send_gradients == SendGradients.AFTER_STEP:
         wrapper = type(around[0]).__name__.removesuffix("State")
         raise ValueError(
-            f'`optax.{wrapper}` does not work with send_gradients="after_step": both branches of '
-            "its condition must return the same shapes, but a step's mail differs in shape "
-            "from its input. Sum micro-batches inside the step, or omit `send_gradients`; steps "
-            "whose gradients are not finite are skipped anyway."
+            f'`optax.{wrapper}` does not work with send_gradients="after_step", whose mail differs '
+            "in shape from a step's input. Omit one of the two (docs/gradients.md, "
+            '"Wrappers with a branch").'
         )
     return bool(around)
 
@@ -94,10 +91,8 @@ def _warn_about_later_transformations(opt_state: Any) -> None:
         later = [x for x in chain[place + 1 :] if not isinstance(x, mask_types)]
         if later:
             _logger.warning(
-                "Other transformations follow zenflow in its chain. They do not act on the host's "
-                "updates, and the engine can reject them only where they visibly change a weight. "
-                "Put zenflow last: pass a variable `learning_rate`, and freeze leaves "
-                "with `optax.partition`."
+                "Other transformations follow zenflow in its chain, and do not act on the host's "
+                'updates. Put zenflow last (docs/usage.md, "Changes that an engine rejects").'
             )
         _warn_about_later_transformations(chain[place])
 

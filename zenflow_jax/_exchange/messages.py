@@ -41,26 +41,21 @@ class Mail(_Message):
         if token == USED:
             raise RuntimeError(
                 f"Step {step} followed another step without an `exchange`, so mail is lost. Call "
-                "`params, opt_state = engine.exchange(params, opt_state)` after every step, and "
-                "pass its results to the next step. A loop of steps must be in Python, not in "
-                "`lax.scan`."
+                "`params, opt_state = engine.exchange(params, opt_state)` after every step."
             )
         if token == MISUSED:
             raise RuntimeError(
-                f"The gradients of streamed layers at step {step} are not the gradients from "
-                "`jax.grad`, so the parameters are now NaN: some code scaled or summed them, used "
-                "a layer twice or never, stopped its gradient (`lax.stop_gradient` in the scan's "
-                "body), or read the weights outside the scan. Fix the model "
-                '(docs/gradients.md, "Scanned layers"), and resume from a checkpoint.'
+                f"The gradients of streamed layers at step {step} are not those of `jax.grad`, so "
+                "the parameters are now NaN: some code changed them, used a layer twice or never, "
+                "or read the weights outside the scan. Fix the model (docs/gradients.md, "
+                '"Scanned layers"), and resume from a checkpoint.'
             )
         if step == 0:  # scalars that no step wrote
             raise RuntimeError(
-                f"The state has no mail from step {self.step}, because `update` did not write it: "
-                "a wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
-                "around `tx.update`), a dynamic loss scale kept the old state (`jnp.where(finite, "
-                "new, old)`), or the state is fresh from `tx.init`. With `MultiSteps`, call "
-                "`exchange` only if `multi_steps.has_updated(opt_state)`. Omit `apply_if_finite`, "
-                "and always use the new state: zenflow skips steps that are not finite."
+                f"The state has no mail from step {self.step}: `tx.update` did not run, or a "
+                "wrapper or a loss scale kept the old state. Call `exchange` only after an update, "
+                "and always keep the new state: zenflow skips steps that are not finite "
+                '(docs/usage.md, "Changes that an engine rejects").'
             )
         if (step, token) != (self.step, self.token):
             raise RuntimeError(
