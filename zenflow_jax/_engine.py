@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from zenflow_jax._checkpoint.resume import Joining
 from zenflow_jax._checkpoint.saving import EngineSnapshot, Saver
@@ -93,15 +94,15 @@ class HostEngine:
 
     def __init__(
         self,
-        params: Any,
-        opt_state: Any,
+        params: PyTree,
+        opt_state: PyTree,
         *,
         host_kernel: str = "numba",
         host_state: str = "float32",
         threads: int | None = None,
         prefetch_bytes: int | None = None,
         max_skipped: int | None = None,
-        engine_state: Any = None,
+        engine_state: PyTree = None,
         check: str = "samples",
     ):
         check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
@@ -160,7 +161,7 @@ class HostEngine:
         return self._worker.recorder.timeline()
 
     @recorded("exchange")
-    def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    def exchange(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
         """Sends mail and merges updates between two steps; selects channels when due.
 
         If no leaf is offloaded, it returns its arguments.
@@ -227,7 +228,7 @@ class HostEngine:
             self._saver.note(taken.weights)
             return params, opt_state
 
-    def _pass(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    def _pass(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
         """Counts a step of a run without offloaded leaves; returns the arguments."""
         state = self._checker.state(opt_state)
         self._progress.run.step += 1
@@ -241,7 +242,7 @@ class HostEngine:
             self._worker.note_skipped(*read(counts).tolist())
 
     @recorded("flush")
-    def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    def flush(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
         """Merges pending updates, unless this would lose provisional steps.
 
         Call this after the last exchange, and continue only from its result. Open windows stay
@@ -312,7 +313,7 @@ class HostEngine:
         return self._saver.snapshot(copy_bytes)
 
     @recorded("state")
-    def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:
+    def _settled(self, params: PyTree, opt_state: PyTree) -> Callable[[], tuple[int, int]]:
         """Waits for the host's masters; returns a key that each step, flush or load changes."""
         self._check_usable()
         self._checker.state(opt_state)

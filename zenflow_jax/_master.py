@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions, take
 from zenflow_jax._device.leaves import match_leaves
@@ -17,7 +17,7 @@ from zenflow_jax._engine import HostEngine
 from zenflow_jax._spec.leaf import as_pure
 
 
-def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
+def master_params(params: PyTree, opt_state: PyTree, engine: HostEngine) -> Any:
     """Returns the float32 masters, from which low-precision parameters are cast.
 
     For a parameter that has moved by provisional steps or lacks a pending update, the result is the
@@ -50,7 +50,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
 
 
 def iter_master_params(
-    params: Any, opt_state: Any, engine: HostEngine
+    params: PyTree, opt_state: PyTree, engine: HostEngine
 ) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
     """Returns the leaves of `master_params` one by one, for example to write them to a file.
 

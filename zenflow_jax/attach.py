@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxtyping import PyTree
+
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._engine import HostEngine
@@ -109,7 +111,7 @@ class attach:  # lower case, because it is called like a function
             return new
         return type(out)(new if type(new) is tuple else (new,))
 
-    def flush(self, *carried: Any) -> Any:
+    def flush(self, *carried: PyTree) -> Any:
         """Merges pending updates into the parameters, as `HostEngine.flush` does.
 
         Args:
@@ -153,7 +155,7 @@ class attach:  # lower case, because it is called like a function
             self._started = True
 
 
-def _updates(opt_state: Any) -> int | None:
+def _updates(opt_state: PyTree) -> int | None:
     """Returns how many updates `optax.MultiSteps`, if present, has passed to zenflow."""
     around = accumulations(opt_state)
     return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
@@ -185,7 +187,7 @@ def _get(*values: Any) -> tuple[Any, Any]:
     return (state["params"], state["opt_state"]) if is_dict else (state.params, state.opt_state)
 
 
-def _put(params: Any, opt_state: Any, *values: Any) -> Any:
+def _put(params: PyTree, opt_state: PyTree, *values: Any) -> Any:
     i = _find(values)
     if not _is_train_state(state := values[i]):
         return (*values[:i], params, opt_state, *values[i + 2 :])

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from zenflow_jax._checkpoint.tree import (
     SUMS,
@@ -53,7 +54,7 @@ class Joining:
     any process, all processes raise an error; nobody waits for the process that failed.
     """
 
-    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array], engine_state: Any):
+    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array], engine_state: PyTree):
         self.number = 0  # known at the end
         self._state, self._saved = state, engine_state
         self._moment = int(read(state.step)), int(read(state.token))
@@ -145,7 +146,7 @@ def _resume_host(
     ]
 
 
-def check_resumed(saved: Any, state: ZenFlowState) -> RunState:
+def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
     """Returns the run state in an engine state; rejects another layout, other leaves or options."""
     names = dict(saved) if isinstance(saved, Mapping) else {}
     leaves = names.pop("leaves", None)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Shard
@@ -54,7 +55,7 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
     }
 
 
-def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
+def abstract_engine_state(opt_state: PyTree) -> dict[str, Any]:
     """Returns the tree of `HostEngine.state` without values, a template for restoring checkpoints.
 
     Args:

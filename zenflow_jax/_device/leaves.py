@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._device.streamed import is_streamed
@@ -50,7 +51,7 @@ class Matcher:
         # The last structures, in a list because a dict would hash them.
         self._known: list[tuple[Any, list[int]]] = []
 
-    def __call__(self, params: Any) -> CallerTree:
+    def __call__(self, params: PyTree) -> CallerTree:
         leaves, treedef = jax.tree.flatten(params)
         places = next((x for structure, x in self._known if structure == treedef), None)
         if places is None:
@@ -67,7 +68,7 @@ class Matcher:
                 )
         return found
 
-    def _find(self, params: Any) -> list[int]:
+    def _find(self, params: PyTree) -> list[int]:
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
         by_name = {plain_name(path): i for i, (path, _) in enumerate(paths)}
         if len(by_name) < len(paths):
@@ -97,11 +98,11 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(name or "a bare array" for name in names[:4]) + more
 
 
-def match_leaves(params: Any, state: ZenFlowState) -> CallerTree:
+def match_leaves(params: PyTree, state: ZenFlowState) -> CallerTree:
     return Matcher([leaf.spec for leaf in state.leaves])(params)
 
 
-def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
+def check_update(updates: PyTree, params: PyTree, state: Any) -> list[Any]:
     """Returns the parameters' leaves; rejects trees that do not match the state."""
     if not isinstance(state, ZenFlowState):
         raise ValueError(

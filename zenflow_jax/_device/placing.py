@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from zenflow_jax._device.leaves import first_names, match_leaves
 from zenflow_jax._device.memory import HOST, read
@@ -155,7 +156,7 @@ def check_in_place(state: ZenFlowState, weights: Sequence[Any], *, typed: bool =
         )
 
 
-def check_arrays(state: Any, kinds: type | tuple[type, ...] = jax.Array) -> None:
+def check_arrays(state: PyTree, kinds: type | tuple[type, ...] = jax.Array) -> None:
     """Rejects leaves that are not arrays, such as shapes that a checkpoint library left."""
     pairs = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: hasattr(x, "shape"))
     wrong = [(path, x) for path, x in pairs if not isinstance(x, kinds) or isinstance(x, Tracer)]
@@ -169,7 +170,7 @@ def check_arrays(state: Any, kinds: type | tuple[type, ...] = jax.Array) -> None
         )
 
 
-def place(params: Any, opt_state: Any) -> Any:
+def place(params: PyTree, opt_state: PyTree) -> Any:
     """Moves an optimizer state to where `tx.init(params)` puts it outside jit.
 
     A state that was made under jit, restored, or moved by a trainer may have its mail in device
@@ -212,7 +213,7 @@ def place(params: Any, opt_state: Any) -> Any:
     return replace_state(opt_state, jax.tree.map(put, state, expected))
 
 
-def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
+def state_shardings(tx: Any, param_shapes: PyTree, param_shardings: PyTree) -> Any:
     """Returns the shardings, with memory kinds, of the state that `tx.init` makes.
 
     Pass them to jit (`out_shardings` of the function that makes the state, `in_shardings` and
@@ -265,7 +266,7 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
     return replace_state(shardings, placed)
 
 
-def weights_in_place(params: Any, state: ZenFlowState, *, abstract: bool = False) -> list[Any]:
+def weights_in_place(params: PyTree, state: ZenFlowState, *, abstract: bool = False) -> list[Any]:
     """Returns the parameters of the state's leaves, after checking their placement."""
     weights = match_leaves(params, state).weights
     check_placement(weights, [leaf.spec for leaf in state.leaves], abstract=abstract)

@@ -18,6 +18,7 @@ from jax.core import eval_jaxpr
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from zenflow_jax._device.streamed import Streamed
 from zenflow_jax._spec.mesh import mesh_axes
@@ -47,7 +48,7 @@ class Scan:
     unroll: int
     line: str
 
-    def run_body(self, consts: Any, carry: Any, layer: Any) -> tuple[Any, Any]:
+    def run_body(self, consts: Any, carry: PyTree, layer: Any) -> tuple[Any, Any]:
         """Returns the carry and the outputs of one layer."""
         pairs = zip(self.layers, layer, strict=True)
         layer = [x.change(value) if is_stack(x) else value for x, value in pairs]

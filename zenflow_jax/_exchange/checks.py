@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from zenflow_jax._device.leaves import LOOPS, CallerTree, Matcher
 from zenflow_jax._device.memory import read
@@ -29,7 +30,7 @@ from zenflow_jax._spec.rules import SendGradients
 _logger = logging.getLogger("zenflow_jax")
 
 
-def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any]]:
+def checked(params: PyTree, opt_state: PyTree, fresh: bool) -> tuple[ZenFlowState, list[Any]]:
     """Returns the state and each leaf's parameter. A `fresh` state must come from `tx.init`."""
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
@@ -66,7 +67,7 @@ def _check_fresh(state: ZenFlowState) -> None:
         )
 
 
-def _is_wrapped(opt_state: Any, state: ZenFlowState) -> bool:
+def _is_wrapped(opt_state: PyTree, state: ZenFlowState) -> bool:
     """Returns whether a branch may withhold an update; rejects branches jax could not trace."""
     around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
     if around and state.send_gradients == SendGradients.AFTER_STEP:
@@ -79,7 +80,7 @@ def _is_wrapped(opt_state: Any, state: ZenFlowState) -> bool:
     return bool(around)
 
 
-def _warn_about_later_transformations(opt_state: Any) -> None:
+def _warn_about_later_transformations(opt_state: PyTree) -> None:
     """Warns about transformations after zenflow, whose effect rounding may hide.
 
     A mask after zenflow's own mask may contain all other leaves.
@@ -97,7 +98,7 @@ def _warn_about_later_transformations(opt_state: Any) -> None:
         _warn_about_later_transformations(chain[place])
 
 
-def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
+def accumulations(opt_state: PyTree) -> list[optax.MultiStepsState]:
     """Returns the `optax.MultiSteps` states around zenflow's state, the outermost first."""
     states, rest = [], opt_state
     while inner := [x for x in _states(rest, (optax.MultiStepsState,)) if has_state(x)]:
@@ -106,7 +107,7 @@ def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
     return states
 
 
-def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
+def _states(tree: PyTree, kinds: tuple[type, ...]) -> list[Any]:
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
     return [x for x in nodes if isinstance(x, kinds)]
 
@@ -123,7 +124,7 @@ class StateChecker:
         self._state_shardings: list[Any] = []
         self._param_shardings: list[Any] = []
 
-    def state(self, opt_state: Any) -> ZenFlowState:
+    def state(self, opt_state: PyTree) -> ZenFlowState:
         """Returns the state in `opt_state`."""
         state = find_state(opt_state)
         if [x.spec for x in state.leaves] != self._specs or state.schedule != self._schedule:
@@ -142,7 +143,7 @@ class StateChecker:
             check_in_place(state, weights)
             self._state_shardings = shardings
 
-    def take(self, params: Any) -> CallerTree:
+    def take(self, params: PyTree) -> CallerTree:
         """Splits parameters into leaves; rejects different shapes, dtypes or placements."""
         taken = self._match(params)
         shardings = [getattr(weight, "sharding", None) for weight in taken.weights]
