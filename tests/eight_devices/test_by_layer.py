@@ -15,7 +15,7 @@ from tests.train.scripts import TINY_MESH, read
 from train.model import cross_entropy
 from train.run import setup
 from zenflow_jax import layerwise
-from zenflow_jax.layerwise import _optimizer
+from zenflow_jax.layerwise import _transfers
 from zenflow_jax.layerwise._dispatch import _Pass
 
 # In nats, float32; the summation order over devices differs.
@@ -67,7 +67,7 @@ def placed(params, mesh):
 def test_any_optimizer_trains_on_a_mesh_and_resumes_on_another(
     tmp_path, monkeypatch, alias, updates
 ):
-    monkeypatch.setattr(_optimizer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(_transfers, "SMALL_BYTES", 0)
     optimizer = getattr(optax, alias, None) or getattr(optax.contrib, alias)
     options = {**MODEL, "optimizer": optimizer(1e-2), "updates": updates, "max_grad_norm": 0.5}
     with layerwise.Trainer(new_params(), **options) as trainer:
@@ -95,7 +95,7 @@ def test_a_carry_that_the_loss_does_not_read_has_a_divided_gradient_and_compiles
     params = {"outer": {}, "layers": [jnp.ones((8, 8)) / 8 for _ in range(3)]}
     params = jax.device_put(params, NamedSharding(mesh, P()))
     x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
-    losses, gradients = _Pass.losses, []
+    losses, gradients = _Pass.loss, []
 
     def noting(run, outer):
         result = losses(run, outer)
@@ -106,7 +106,7 @@ def test_a_carry_that_the_loss_does_not_read_has_a_divided_gradient_and_compiles
         new = jnp.tanh(carry["x"] @ w)
         return {"x": new, "loss": carry["loss"] + jnp.mean(new**2)}
 
-    monkeypatch.setattr(_Pass, "losses", noting)
+    monkeypatch.setattr(_Pass, "loss", noting)
     with layerwise.Trainer(
         params,
         first=lambda outer, x: ({"x": x, "loss": jnp.zeros(())}, None),
@@ -117,7 +117,7 @@ def test_a_carry_that_the_loss_does_not_read_has_a_divided_gradient_and_compiles
         trainer.step(x)
         (program,) = trainer._dispatcher._programs.values()
     assert [g.sharding.shard_shape(g.shape) for g in gradients] == [(), (4, 8)]
-    assert program.layers[0].backward.cache_info().currsize == 1
+    assert program.blocks[1].backward.cache_info().currsize == 1
 
 
 def losses_of(mesh, *, scanned):

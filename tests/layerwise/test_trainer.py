@@ -23,7 +23,7 @@ from tests.layerwise.small_model import (
     reference,
 )
 from zenflow_jax import layerwise
-from zenflow_jax.layerwise import _optimizer
+from zenflow_jax.layerwise import _optimizer, _transfers
 from zenflow_jax.layerwise._dispatch import Dispatcher, _Pass
 
 # Users' models promote dtypes by jax's default rules.
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("as_scripts_run")
 @pytest.fixture
 def nothing_is_small(monkeypatch):
     """Moves all arrays to host memory, as if they were large."""
-    monkeypatch.setattr(_optimizer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(_transfers, "SMALL_BYTES", 0)
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -141,13 +141,13 @@ def test_without_clipping_both_orders_of_updates_and_any_bytes_in_flight_give_th
 
 @pytest.mark.parametrize(("inputs", "memory"), [("device", "device"), ("host", "pinned_host")])
 def test_layer_inputs_are_kept_in_the_memory_that_inputs_names(inputs, memory, monkeypatch):
-    keep, kept = Dispatcher._kept, []
+    loss, kept = _Pass.loss, []
 
-    def keeping(*args):
-        kept.append(keep(*args))
-        return kept[-1]
+    def noting(run, outer):
+        kept.extend(run.inputs)
+        return loss(run, outer)
 
-    monkeypatch.setattr(Dispatcher, "_kept", keeping)
+    monkeypatch.setattr(_Pass, "loss", noting)
     with layerwise.Trainer(
         new_params(),
         **MODEL,
@@ -156,8 +156,9 @@ def test_layer_inputs_are_kept_in_the_memory_that_inputs_names(inputs, memory, m
         frozen=["outer", *range(LAYERS - 1)],
     ) as trainer:
         trainer.step(BATCHES[0])
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(kept)} == {memory}
-    assert len(kept) == 1  # the backward pass does not read those of frozen lower layers
+    ((inputs,),) = kept  # the backward pass does not read those of frozen lower layers
+    # Layers pass on the shared data, so it stays.
+    assert [x.sharding.memory_kind for x in inputs] == [memory, "device", "device"]
 
 
 def weighing(outer, x, batch):
@@ -235,14 +236,14 @@ def test_an_evaluation_leaves_nothing_on_the_device():
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_loss_has_no_gradient_of_outer_weights_that_it_does_not_read(monkeypatch, parts):
-    losses, totals = _Pass.losses, []
+    losses, totals = _Pass.loss, []
 
     def noting(run, outer):
         result = losses(run, outer)
         totals.append([x is not None for x in run.total])
         return result
 
-    monkeypatch.setattr(_Pass, "losses", noting)
+    monkeypatch.setattr(_Pass, "loss", noting)
     params = new_params()
     before = params["outer"]["table"]
     with layerwise.Trainer(
@@ -288,8 +289,8 @@ def test_python_numbers_promote_and_a_backward_pass_gets_only_inputs_that_it_nee
         loss = trainer.step(batch)
         (program,) = trainer._dispatcher._programs.values()
     # All layers share the array of `half`, and their backward passes need only `half` and `x`.
-    assert [dict(layer.passed) for layer in program.layers] == [{1: 1}] * LAYERS
-    assert [layer.kept for layer in program.layers] == [(1, 3)] * LAYERS
+    assert [dict(layer.passed) for layer in program.blocks[1:]] == [{1: 1}] * LAYERS
+    assert [layer.kept for layer in program.blocks[1:]] == [(1, 3)] * LAYERS
     expected = jax.jit(loss_of, static_argnums=(2, 3))(
         params, batch, (block,) * LAYERS, (start, finish)
     )
