@@ -95,7 +95,7 @@ def test_a_carry_that_the_loss_does_not_read_has_a_divided_gradient_and_compiles
     params = {"outer": {}, "layers": [jnp.ones((8, 8)) / 8 for _ in range(3)]}
     params = jax.device_put(params, NamedSharding(mesh, P()))
     x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
-    losses, gradients = _Pass.loss, []
+    losses, gradients = _Pass.losses, []
 
     def noting(run, outer):
         result = losses(run, outer)
@@ -106,7 +106,7 @@ def test_a_carry_that_the_loss_does_not_read_has_a_divided_gradient_and_compiles
         new = jnp.tanh(carry["x"] @ w)
         return {"x": new, "loss": carry["loss"] + jnp.mean(new**2)}
 
-    monkeypatch.setattr(_Pass, "loss", noting)
+    monkeypatch.setattr(_Pass, "losses", noting)
     with layerwise.Trainer(
         params,
         first=lambda outer, x: ({"x": x, "loss": jnp.zeros(())}, None),

@@ -91,7 +91,7 @@ def test_a_master_survives_a_weights_rounding():
     weight = _optimizer._rounded(master, jnp.bfloat16)
     leaf = _optimizer.Parts(weight, _optimizer._rest(master, weight))
     np.testing.assert_array_equal(weight, master.astype(jnp.bfloat16))
-    off = np.asarray(_optimizer._master(leaf)).view(np.int32) - np.asarray(master).view(np.int32)
+    off = np.asarray(_optimizer.master_of(leaf)).view(np.int32) - np.asarray(master).view(np.int32)
     halfway = np.asarray(master).view(np.int32) & 0xFFFF == 0x8000
     assert set(off[halfway]) == {-1, 0}
     assert not off[~halfway].any()
@@ -141,13 +141,13 @@ def test_without_clipping_both_orders_of_updates_and_any_bytes_in_flight_give_th
 
 @pytest.mark.parametrize(("inputs", "memory"), [("device", "device"), ("host", "pinned_host")])
 def test_layer_inputs_are_kept_in_the_memory_that_inputs_names(inputs, memory, monkeypatch):
-    loss, kept = _Pass.loss, []
+    loss, kept = _Pass.losses, []
 
     def noting(run, outer):
         kept.extend(run.inputs)
         return loss(run, outer)
 
-    monkeypatch.setattr(_Pass, "loss", noting)
+    monkeypatch.setattr(_Pass, "losses", noting)
     with layerwise.Trainer(
         new_params(),
         **MODEL,
@@ -236,14 +236,14 @@ def test_an_evaluation_leaves_nothing_on_the_device():
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_loss_has_no_gradient_of_outer_weights_that_it_does_not_read(monkeypatch, parts):
-    losses, totals = _Pass.loss, []
+    losses, totals = _Pass.losses, []
 
     def noting(run, outer):
         result = losses(run, outer)
         totals.append([x is not None for x in run.total])
         return result
 
-    monkeypatch.setattr(_Pass, "loss", noting)
+    monkeypatch.setattr(_Pass, "losses", noting)
     params = new_params()
     before = params["outer"]["table"]
     with layerwise.Trainer(

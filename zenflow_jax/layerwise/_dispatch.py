@@ -8,10 +8,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from zenflow_jax._device.memory import HOST
 from zenflow_jax.layerwise._blocks import Block
-from zenflow_jax.layerwise._programs import ModelProgram, trace_model, weighed
+from zenflow_jax.layerwise._programs import ModelProgram, shares_of, trace_model
 from zenflow_jax.layerwise._progress import Progress
 from zenflow_jax.layerwise._tracing import key_of, types_of
 from zenflow_jax.layerwise._transfers import Bus
@@ -24,34 +25,34 @@ class _Pass:
 
     program: ModelProgram
     batches: Sequence[Any]
-    weigh: Callable[..., Any]  # `weighed` as a program
+    shares_of: Callable[..., Any]  # as a program
     carries: list[Any]
     inputs: list[Any]  # of each block that the backward pass reaches, kept for it
     places: list[tuple]  # the shardings of these inputs' varying leaves, and the last carry's
     total: Any = None  # the gradient of the outer weights that `last` reads
     g: list[Any] = dataclasses.field(default_factory=list)  # of the carries
 
-    def loss(self, outer: Any) -> jax.Array:
-        """Runs `last`; returns the loss."""
-        several, losses = len(self.batches) > 1, []
-        run = self.program.last(self.places[-1])[several]
-        for j, batch in enumerate(self.batches):
-            pair, self.total, g = run(self.total, outer, self.carries[j], batch)
-            losses.append(pair)
+    def losses(self, outer: Any) -> list[jax.Array]:
+        """Runs `last`; returns each micro-batch's share in the loss."""
+        program, several, shares = self.program, len(self.batches) > 1, [np.float32(1)]
+        pairs = [*zip(self.carries, self.batches, strict=True)]
+        if several:
+            shares = self.shares_of([program.weight(outer, x[0], batch) for x, batch in pairs])
+        losses, run = [], program.last(self.places[-1], several)
+        self.carries = []
+        for share in shares:
+            loss, self.total, g = run(self.total, share, outer, *pairs.pop(0))
+            losses.append(loss)
             self.g.append(g)
-            self.carries[j] = None
-        if not several:
-            return losses[0][0]
-        loss, self.total, self.g = self.weigh(*zip(*losses, strict=True), self.total, self.g)
-        return loss
+        return losses
 
     def backward(self, i: int, weights: Any, inputs: Any) -> tuple[Any, jax.Array]:
         """Runs the backward programs of block `i`; returns its gradient and sum of squares."""
-        programs = self.program.blocks[i].backward(self.places.pop(), self.places[-1])
-        total, squares, final = None if i else self.total, None, len(self.g) - 1
+        places, final = (self.places.pop(), self.places[-1]), len(self.g) - 1
+        programs = self.program.blocks[i].backward(*places, final > 0)
+        total, squares = None if i else self.total, None
         for j, x in enumerate(inputs):
-            run = programs.only if not final else programs.last if j == final else programs.other
-            (total, squares), self.g[j] = run(total, weights, self.g[j], x)
+            (total, squares), self.g[j] = programs[j < final](total, weights, self.g[j], x)
         assert squares is not None
         return total, squares
 
@@ -79,7 +80,9 @@ class Dispatcher:
         self._lowest = self._trains.index(True) if any(self._trains) else len(blocks)
         self.progress, self._bus = progress, bus
         self._inputs_to_host, self._options = inputs_to_host, options
-        self._weigh = jax.jit(weighed, donate_argnums=(2, 3), compiler_options=options)
+        self._sum, self._shares_of = (
+            jax.jit(function, compiler_options=options) for function in (sum, shares_of)
+        )
         # For `evaluate`; a loop may pass a new function each time.
         self._jitted = lru_cache(8)(partial(jax.jit, compiler_options=options))
         self._programs: dict[Any, ModelProgram] = {}
@@ -91,7 +94,8 @@ class Dispatcher:
         """Dispatches a step, and returns its loss and verdict."""
         updates, blocks = self._updates, self._blocks
         outer, weights, run = self._forward(program, batches, self._lowest)
-        loss = run.loss(blocks[0].tree(outer))
+        losses = run.losses(blocks[0].tree(outer))
+        loss = self._sum(losses) if len(losses) > 1 else losses[0]
         self._dispatched(loss)
         updates.begin(loss, self.progress)
         for i in reversed(range(self._lowest, len(blocks))):
@@ -111,7 +115,7 @@ class Dispatcher:
         outer, _, run = self._forward(program, [batch], len(self._blocks))
         self._throttle.clear()
         arguments = self._blocks[0].tree(outer), run.carries[0][0], batch
-        return program.loss(*arguments)[0] if last is None else self._jitted(last)(*arguments)
+        return program.loss(*arguments) if last is None else self._jitted(last)(*arguments)
 
     def _forward(
         self, program: ModelProgram, batches: Sequence[Any], lowest: int
@@ -121,7 +125,7 @@ class Dispatcher:
         Returns the outer weights and the last layer's, and the micro-batches.
         """
         outer = weights = self._fetch(0)
-        run = _Pass(program, batches, self._weigh, [*batches], [], [])
+        run = _Pass(program, batches, self._shares_of, [*batches], [], [])
         varying: tuple[int, ...] = ()
         for i, block in enumerate(program.blocks):
             # Dispatched before the program that hides it, because dispatching allocates memory.

@@ -67,7 +67,6 @@ class Bundle:
     # (gradients, control, number, *arrays) -> new arrays, in the memory of the large ones, and the
     # control's new report; `number` is the first leaf's
     update: Callable[..., tuple[list[Any], Any]]
-    masters: Callable[..., list[Any]]  # (arrays) -> float32 weights
 
 
 class Kind:
@@ -132,7 +131,7 @@ class Kind:
             yield Bundle(places, shapes, large, large_bytes(arrays), *programs)
             begin = end
 
-    def _programs(self, places: range, shapes: tuple[Parts, ...]) -> tuple[Any, Any, Any]:
+    def _programs(self, places: range, shapes: tuple[Parts, ...]) -> tuple[Any, Any]:
         """Returns a bundle's programs."""
 
         def init(weights: Sequence[Any]) -> list[Any]:
@@ -150,16 +149,12 @@ class Kind:
                 report = jnp.where(is_first, number + (1 + n), report)
             return kept, report
 
-        def masters(arrays: Sequence[Any]) -> list[Any]:
-            return [jnp.copy(_master(leaf)) for leaf in unflat(arrays, shapes)]
-
         # Small arrays stay on the device, where a save or a caller may hold them.
         large = [3 + i for i, x in enumerate(flat(shapes)) if is_large(x)]
         where = [x.sharding for x in flat(shapes)]
         return (
             self._jit(init, out_shardings=where),
             self._jit(update, donate_argnums=large, out_shardings=(where, None)),
-            self._jit(masters, out_shardings=where[: len(places)]),
         )
 
     def _made(self, place: int, weight: Any) -> Parts:
@@ -170,7 +165,7 @@ class Kind:
         return Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))
 
     def _updated(self, place: int, leaf: Parts, gradient: Any, factor: Any) -> Parts:
-        params, state = self.alone(place, _master(leaf)), self.state_of(place, leaf)
+        params, state = self.alone(place, master_of(leaf)), self.state_of(place, leaf)
         g = self.alone(place, gradient.astype(jnp.float32) * factor)
         change, state = self.optimizer.update(g, state, params)
         (master,) = jax.tree.leaves(optax.apply_updates(params, change))
@@ -198,7 +193,8 @@ def _rest(master: Any, weight: Any) -> tuple[Any, ...]:
     return (jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16),)
 
 
-def _master(leaf: Parts) -> Any:
+def master_of(leaf: Parts) -> Any:
+    """Returns a leaf's float32 weight."""
     if leaf.weight.dtype == jnp.float32:
         return leaf.weight
     bits = _bits(leaf.weight.astype(jnp.float32)) + leaf.others[0].astype(jnp.int32)

@@ -32,6 +32,8 @@ from zenflow_jax.layerwise._tracing import (
 
 # The numbers of arguments of backward programs.
 _TOTAL, _G = 0, 2
+# A program for a step's last micro-batch, and for all others.
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class WeightedLoss(NamedTuple):
@@ -51,32 +53,21 @@ class WeightedLoss(NamedTuple):
     weight: Any
 
 
-class Backward(NamedTuple):
-    """A block's backward programs: for the only micro-batch, the last of several, and the others.
-
-    (total, weights, g, input) -> (gradient, squares), g
-
-    `g` is the gradient of the varying leaves of the carry, then of the input. `squares` is the sum
-    of the gradient's squares, but None while micro-batches remain.
-    """
-
-    only: Callable[..., Any]
-    last: Callable[..., Any]
-    other: Callable[..., Any]
-
-
 @dataclasses.dataclass(frozen=True)
 class BlockProgram:
     """The programs of `first` or of one kind of layer, for one shape of their arguments.
 
-    `forward(weights, input)` returns the carry's leaves, except leaves that are passed on. For
-    `backward`, the input is a list of its leaves that are in `kept`; the backward programs depend
-    on the shardings of `g` before and after. Without these, a device could hold a whole gradient,
-    and programs would be compiled twice.
+    `forward(weights, input)` returns the carry's leaves, except leaves that are passed on.
+
+    `backward(before, after, several)` returns programs (total, weights, g, input) -> (gradient,
+    squares), g, where `g` is the gradient of the varying leaves of the carry, then of the input;
+    `squares` is the gradient's sum of squares, after the last of several micro-batches. The input
+    is a list of its `kept` leaves. `before` and `after` are the shardings of `g`: without them, a
+    device could hold a whole gradient, and programs would be compiled twice.
     """
 
     forward: Callable[..., list[jax.Array]]
-    backward: Callable[..., Backward]
+    backward: Callable[[tuple, tuple, bool], Pair]
     carry: Any  # as `ShapeDtypeStruct`s
     passed: Mapping[int, int]  # leaves of the carry that are leaves of the input
     kept: tuple[int, ...]
@@ -97,11 +88,12 @@ class ModelProgram:
     """The programs of a whole model, for one shape of a batch."""
 
     blocks: Sequence[BlockProgram]
-    loss: Callable[..., Any]  # (outer, user's carry, batch) -> loss, weight
-    # The shardings of g -> a program for the only micro-batch, and for one of several: (total,
-    # outer, carry, batch) -> (loss, weight), total, g. In a total, weights that the loss does not
+    loss: Callable[..., Any]  # (outer, user's carry, batch) -> loss
+    weight: Callable[..., Any]  # (the same) -> weight, usually without outer weights
+    # (shardings of g, several) -> a program (total, share, outer, carry, batch) -> loss, total, g,
+    # which are multiplied by the micro-batch's share. In a total, weights that the loss does not
     # read have None.
-    last: Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
+    last: Callable[[tuple, bool], Callable[..., Any]]
 
 
 def trace_model(
@@ -130,8 +122,9 @@ def trace_model(
         blocks.append(cache[key])
         x, varying = blocks[-1].carry, blocks[-1].varying
     loss, read = _trace_last(last, types_of(outer), x[0], batch)
-    make_last = _last_programs(loss, outer, read if trains[0] else (), varying, jit)
-    return ModelProgram(blocks, jit(loss), make_last)
+    run_last = _last_programs(loss, outer, read if trains[0] else (), varying, jit)
+    parts = (jit(lambda *args, i=i: loss(*args)[i]) for i in range(2))
+    return ModelProgram(blocks, *parts, run_last)
 
 
 def _trace_block(
@@ -198,8 +191,8 @@ def _trace_block(
 
 def _backward_programs(
     pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, jit: Any
-) -> Callable[..., Backward]:
-    """Returns a function that returns programs for `pull`, as in `BlockProgram.backward`.
+) -> Callable[[tuple, tuple, bool], Pair]:
+    """Returns `BlockProgram.backward`.
 
     `pull` returns the weights' gradient and `g`. `weights` are shapes, or None if they are frozen.
     `same` is whether `g` has the same shapes before and after.
@@ -219,19 +212,19 @@ def _backward_programs(
 
     # The weights' gradient stays on the weights' devices.
     wheres = None if weights is None else [_on_device(x) for x in weights]
-    # If dtypes differ, no result of the last program could use the total's memory.
     is_float32 = all(x.dtype == jnp.float32 for x in weights or ())
 
     @functools.cache
-    def programs(before: tuple, after: tuple) -> Backward:
+    def programs(before: tuple, after: tuple, several: bool) -> Pair:
         donated = [_G] if same and before == after and after else []
-
-        def program(remain: bool, *numbers: int) -> Any:
-            where = (wheres, None), [*after]
-            return jit(partial(backward, remain), out_shardings=where, donate_argnums=numbers)
-
-        last = program(False, *([_TOTAL] if is_float32 else []), *donated)
-        return Backward(program(False, _TOTAL, *donated), last, program(True, _TOTAL, *donated))
+        options = {"out_shardings": ((wheres, None), [*after])}
+        both = {"donate_argnums": (_TOTAL, *donated)}
+        # If dtypes differ, no result of the last program could use the total's memory.
+        last = {"donate_argnums": donated} if several and not is_float32 else both
+        return (
+            jit(partial(backward, False), **options, **last),
+            jit(partial(backward, True), **options, **both),
+        )
 
     return programs
 
@@ -259,46 +252,35 @@ def _last_programs(
     loss: Callable, outer: Any, read: tuple[int, ...], varying: tuple[int, ...], jit: Any
 ) -> Any:
     """Returns `ModelProgram.last`."""
-
-    def run(several: bool, total: Any, outer: Any, carry: Any, batch: Any) -> Any:
-        def loss_of(outer: Any, carry: Any) -> Any:
-            return loss(outer, carry[0], batch)
-
-        varied, parts = varied_by(loss_of, (outer, carry), (*read, *(count + i for i in varying)))
-        value, g = jax.value_and_grad(varied, has_aux=True)(parts)
-        made = dict(zip(read, g[: len(read)], strict=True))
-        if several:
-            made = {i: x.astype(jnp.float32) * value[1] for i, x in made.items()}
-        if total is not None:
-            made = {i: _added(x, total[i]) for i, x in made.items()}
-        value = value[0].astype(jnp.float32), value[1]
-        return value, [made.get(i) for i in range(count)], g[len(read) :]
-
     leaves = jax.tree.leaves(outer)
     count = len(leaves)
+    chosen = *read, *(count + i for i in varying)
     where = [_on_device(x) if i in read else None for i, x in enumerate(leaves)]
 
+    def run(several: bool, total: Any, share: Any, outer: Any, carry: Any, batch: Any) -> Any:
+        def loss_of(outer: Any, carry: Any) -> Any:
+            return loss(outer, carry[0], batch)[0].astype(jnp.float32) * share
+
+        varied, parts = varied_by(loss_of, (outer, carry), chosen)
+        value, g = jax.value_and_grad(varied)(parts)
+        made: list[Any] = [None] * count
+        for i, x in zip(read, g, strict=False):
+            x = x.astype(jnp.float32) if several else x
+            made[i] = _added(x, None if total is None else total[i])
+        return value, made, g[len(read) :]
+
     @functools.cache
-    def programs(of_g: tuple) -> tuple[Any, Any]:
-        where_all: Any = None, where, [*of_g]
-        only = jit(partial(run, False), out_shardings=where_all)
-        return only, jit(partial(run, True), out_shardings=where_all, donate_argnums=_TOTAL)
+    def program(of_g: tuple, several: bool) -> Callable[..., Any]:
+        options = {"out_shardings": (None, where, [*of_g]), "donate_argnums": _TOTAL}
+        return jit(partial(run, several), **options)
 
-    return programs
+    return program
 
 
-def weighed(losses: Any, weights: Any, total: Any, g: Any) -> tuple[Any, Any, Any]:
-    """Returns the weighted mean of micro-batches' losses, and its gradients: the total and `g`.
-
-    Without any targets, loss and gradients are zero.
-    """
-    whole = sum(weights, jnp.float32(0))
-    shares = [w / jnp.where(whole == 0, 1, whole) for w in weights]
-    loss = sum((x * s for x, s in zip(losses, shares, strict=True)), jnp.float32(0))
-    total = jax.tree.map(lambda x: x / jnp.where(whole == 0, 1, whole), total)
-    pairs = zip(g, shares, strict=True)
-    g = [[(x.astype(jnp.float32) * s).astype(x.dtype) for x in each] for each, s in pairs]
-    return loss, total, g
+def shares_of(weights: Sequence[Any]) -> list[Any]:
+    """Returns micro-batches' shares of a step; without any targets, loss and gradient are zero."""
+    total = sum(weights, jnp.float32(0))
+    return [w / jnp.where(total == 0, 1, total) for w in weights]
 
 
 def _added(x: Any, total: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -22,6 +23,7 @@ from zenflow_jax.layerwise._blocks import (
     make_blocks,
 )
 from zenflow_jax.layerwise._dispatch import Dispatcher
+from zenflow_jax.layerwise._optimizer import master_of, unflat
 from zenflow_jax.layerwise._progress import Judge, new_progress
 from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot
 from zenflow_jax.layerwise._transfers import Bus, copied, moved
@@ -259,8 +261,8 @@ class Trainer:
             return block.tree(block.weights())
         masters = []
         for bundle, arrays in block.bundles:  # a few leaves on the device at a time
-            made = bundle.masters(moved("device", arrays, bundle.large))
-            masters += jax.block_until_ready(copied(HOST, made))
+            leaves = unflat(moved("device", arrays, bundle.large), bundle.shapes)
+            masters += jax.block_until_ready(copied(HOST, [*map(_master, leaves)]))
         return block.tree(masters)
 
     def optimizer_states(self, name: int | str) -> list[Any]:
@@ -361,6 +363,9 @@ class Trainer:
             "its gradient is. Look for NaN in the learning rate's schedule, and resume from the "
             "last checkpoint."
         )
+
+
+_master = jax.jit(lambda leaf: jnp.copy(master_of(leaf)))  # never the trainer's own array
 
 
 def _everywhere(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

@@ -13,7 +13,7 @@ import optax
 from zenflow_jax._spec.rules import check_one_of
 from zenflow_jax.layerwise._optimizer import Kind, flat
 from zenflow_jax.layerwise._programs import trace_model
-from zenflow_jax.layerwise._tracing import shapes_of
+from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
 from zenflow_jax.layerwise._updates import AHEAD, gradients_kept
 from zenflow_jax.planning._gpus import Gpu, gpu_named
@@ -54,7 +54,7 @@ def plan_layerwise(
     check_one_of("updates", updates, ("after_backward", "during_backward"))
     check_one_of("inputs", inputs, ("device", "host"))
     trees, kinds, updates_flops = _kinds_of(optimizer, params)
-    types = jax.tree.map(lambda x, y: _at(y, getattr(x, "sharding", None)), batch, shapes_of(batch))
+    types = jax.tree.map(lambda x, y: _at(y, getattr(x, "sharding", None)), batch, types_of(batch))
     functions = first, (layer,) * (len(trees) - 1) if callable(layer) else tuple(layer), last
     leaves, treedef = jax.tree.flatten((trees, types))
     several, at_once, on_host = micro_batches > 1, updates == "during_backward", inputs == "host"
@@ -172,15 +172,16 @@ def _work_of(
         kept = [jax.tree.leaves(x)[j] for j in block.kept]
         new = dataclasses.replace(block, forward=lambda *_, made=made: made).run(None, x)
         g = [jax.tree.leaves(new)[j] for j in block.varying]
-        run = block.backward(_places(g), _places(varying))
-        steps.append((run.other if several else run.only, tree, g, kept))
+        run = block.backward(_places(g), _places(varying), several)[several]
+        steps.append((run, tree, g, kept))
         if len(steps) > 1:
             inputs.append(size([*itertools.compress(kept, block.moves)]))
             shared |= {id(y): y for y, m in zip(kept, block.moves, strict=True) if not m}
             at_layers, carry = max(at_layers, temporaries), max(carry, size(made))
         x, varying = new, g
-    run = program.last(_places(varying))[several]
-    (_, g_outer, _), at_loss = call(run, None, trees[0], x, batch)
+    share = jax.ShapeDtypeStruct((), jnp.float32)
+    run = program.last(_places(varying), several)
+    (_, g_outer, _), at_loss = call(run, None, share, trees[0], x, batch)
     for step, tree, *arguments in steps[1:]:
         total = _float32(tree) if several else None
         at_layers = max(at_layers, call(step, total, tree, *arguments)[1])
