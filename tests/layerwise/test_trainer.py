@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.compilations import compilations
 from tests.layerwise.small_model import (
     BATCHES,
     LAYERS,
@@ -182,6 +183,24 @@ def test_micro_batches_are_weighted(updates):
         got = [float(trainer.step(*np.split(batch, 4))) for batch in BATCHES]
         np.testing.assert_allclose(got, losses, rtol=1e-5)
         check_close(trainer.params(), expected)
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "device"])
+def test_a_copy_has_the_type_of_a_device_put_but_runs_no_program(kind):
+    start = {"pinned_host": "device", "device": "pinned_host"}[kind]
+    at = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=start)
+    x = jax.device_put(np.arange(11, dtype=np.float32), at)  # of no other test's shape
+    put = jax.device_put(x, at.with_memory_kind(kind))
+    with compilations() as names:
+        (got,) = _transfers.copied(kind, [x])
+        got.block_until_ready()
+    assert names == []
+    assert (got.aval, got.sharding, got.committed) == (put.aval, put.sharding, put.committed)
+    np.testing.assert_array_equal(got, x)
+    x.delete()
+    np.testing.assert_array_equal(got, put)
+    with pytest.raises(RuntimeError, match="deleted"):
+        _transfers.copied(kind, [x])
 
 
 def live_bytes(kind="device"):

@@ -123,8 +123,8 @@ def trace_model(
         x, varying = blocks[-1].carry, blocks[-1].varying
     loss, read = _trace_last(last, types_of(outer), x[0], batch)
     run_last = _last_programs(loss, outer, read if trains[0] else (), varying, jit)
-    parts = (jit(lambda *args, i=i: loss(*args)[i]) for i in range(2))
-    return ModelProgram(blocks, *parts, run_last)
+    value, weight = (jit(lambda *args, i=i: loss(*args)[i]) for i in range(2))
+    return ModelProgram(blocks, value, weight, run_last)
 
 
 def _trace_block(

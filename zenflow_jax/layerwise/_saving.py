@@ -157,19 +157,16 @@ class SavedState:
 
 @dataclasses.dataclass(frozen=True)
 class _CheckedPiece:
-    """A piece of a saved array, read at once and checked before the first of its slices is used."""
+    """A piece of a saved array, read once and checked before the first of its slices is used."""
 
     piece: Any
+    shape: tuple[int, ...]
     checksum: int
     name: str
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.piece.shape
-
     @functools.cached_property
     def values(self) -> np.ndarray:
-        x = np.empty(self.piece.shape, self.piece.dtype)
+        x = np.empty(self.shape, self.piece.dtype)
         self.piece.read((), x)
         if _checksum(x) != self.checksum:
             raise ValueError(
@@ -183,9 +180,9 @@ class _CheckedPiece:
 
 def _checked(saved: StoredArray, checksums: Mapping[str, Any], name: str) -> StoredArray:
     """Returns a saved array that checks what it reads, and keeps it for other devices."""
-    new = copy.copy(saved)
+    new: Any = copy.copy(saved)
     new.pieces = {
-        start: _CheckedPiece(x, int(checksums[",".join(map(str, start))]), name)
+        start: _CheckedPiece(x, x.shape, int(checksums[",".join(map(str, start))]), name)
         for start, x in saved.pieces.items()
     }
     return new
