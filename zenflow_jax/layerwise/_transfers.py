@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
-# Not a stable API: the call that `jax.device_put` makes for shardings, in a fifth of its time in
+# Private: the call that `jax.device_put` makes for shardings, in a fifth of its time in
 # Python, also for arrays that span processes. With a memory space, `jax.device_put` runs a program
 # for each array, which waits for its turn among the device's programs (jax 0.10.2 to 0.12.0).
+from jax._src.interpreters import pxla
 from jaxlib import xla_client
 
 from zenflow_jax._device.memory import HOST
@@ -59,8 +60,7 @@ def _target(aval: Any, sharding: Any, kind: str) -> tuple[Any, Any, Any]:
     """Returns a copy's sharding and devices, and a function that gives it its type."""
     new = sharding.with_memory_kind(kind)
     aval = aval.update(memory_space=_SPACES[kind])
-    result = xla_client.array_result_handler(aval, new, committed=True, _skip_checks=True)
-    return new, new._internal_device_list, result
+    return new, new._internal_device_list, pxla.global_aval_to_result_handler(aval, new, True)
 
 
 def bytes_here(x: Any) -> int:
