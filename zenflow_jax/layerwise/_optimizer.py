@@ -62,7 +62,8 @@ class Bundle:
     places: range
     shapes: tuple[Parts, ...]  # with shardings in device memory
     large: tuple[bool, ...]  # which arrays wait in host memory between updates
-    nbytes: int  # of the large arrays, on one device
+    nbytes: int  # of the large arrays, and of those that only updates read, on one device
+    others_nbytes: int
     init: Callable[..., list[Any]]  # (weights) -> arrays
     # (gradients, control, number, *arrays) -> new arrays, in the memory of the large ones, and the
     # control's new report; `number` is the first leaf's
@@ -128,7 +129,8 @@ class Kind:
             places, shapes = range(begin, end), tuple(self.shapes[begin:end])
             arrays = flat(shapes)
             large, programs = tuple(map(is_large, arrays)), self._programs(places, shapes)
-            yield Bundle(places, shapes, large, large_bytes(arrays), *programs)
+            sizes_here = large_bytes(arrays), large_bytes(arrays[len(shapes) :])
+            yield Bundle(places, shapes, large, *sizes_here, *programs)
             begin = end
 
     def _programs(self, places: range, shapes: tuple[Parts, ...]) -> tuple[Any, Any]:

@@ -33,6 +33,19 @@ def gradients_kept(weights_nbytes: Sequence[int], in_flight_bytes: int) -> int:
     return int(np.searchsorted(sums, in_flight_bytes // 2, side="right"))
 
 
+def fetched_early(bundles: Sequence[Bundle], in_flight_bytes: int) -> list[int]:
+    """Returns the bundles of a block whose state is fetched behind the next backward program.
+
+    They fill one half of the bytes, because the other half may be leaving.
+    """
+    room, chosen = in_flight_bytes // 2, []
+    for i in sorted(range(len(bundles)), key=lambda i: -bundles[i].others_nbytes):
+        if bundles[i].others_nbytes <= room:
+            room -= bundles[i].others_nbytes
+            chosen.append(i)
+    return chosen
+
+
 class Updates:
     """Updates the blocks of a step.
 
@@ -66,17 +79,13 @@ class Updates:
         self._progress, self._control = progress, self._judge.begin(loss, progress.shares)
         # The gradients and weights of the blocks without updates.
         self._waiting: dict[int, tuple[list[Any], list[Any]]] = {}
-        self._early: deque[list[jax.Array]] = deque()  # state that was fetched ahead
+        self._early: dict[int, list[jax.Array]] = {}  # state, by the number of the bundle
         self._departing: deque[list[jax.Array]] = deque()  # gradients
 
     def before_program(self) -> None:
-        for i in self._waiting if self._at_once else ():
-            size = 0
-            for bundle, arrays in self._blocks[i].bundles:
-                size += bundle.nbytes
-                if size > self._limit // 2:  # the other half may be leaving
-                    break
-                self._early.append(self._fetch(bundle, arrays))
+        for block in (self._blocks[i] for i in self._waiting if self._at_once):
+            for number in fetched_early(block.kind.bundles, self._limit):
+                self._early[number] = self._fetch(block, number)
 
     def after_program(
         self, i: int, gradient: list[Any] | None, squares: Any, weights: list[Any]
@@ -106,8 +115,12 @@ class Updates:
     def _update_waiting(self) -> None:
         for i in sorted(self._waiting):
             (gradient, weights), block = self._waiting.pop(i), self._blocks[i]
-            for number, (bundle, arrays) in enumerate(block.bundles):
-                state = self._early.popleft() if self._early else self._fetch(bundle, arrays)
+            rest = [x for x in range(len(block.kind.bundles)) if x not in self._early]
+            for number in (*self._early, *rest):
+                bundle = block.kind.bundles[number]
+                if number not in self._early:
+                    self._early[number] = self._fetch(block, number)
+                state = self._early.pop(number)
                 # Emptying the lists frees the device's memory.
                 g, w = _taken(gradient, bundle), _taken(weights, bundle)
                 if not self._at_once:
@@ -117,15 +130,16 @@ class Updates:
                 self._update(block, number, g, [*w, *state])
                 del state, g, w
 
-    def _fetch(self, bundle: Bundle, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def _fetch(self, block: Block, number: int) -> list[jax.Array]:
         """Starts to fetch the arrays that only an update reads, after waiting for room."""
+        bundle = block.kind.bundles[number]
         while self._bytes + bundle.nbytes > self._limit and self._leaving:
             size, copies = self._leaving.popleft()
             jax.block_until_ready(copies)
             self._bytes -= size
         self._bytes += bundle.nbytes
         count = len(bundle.places)
-        return self._bus.to("device", arrays[count:], bundle.large[count:])
+        return self._bus.to("device", block.arrays[number][count:], bundle.large[count:])
 
     def _update(self, block: Block, number: int, gradient: Any, arrays: Any) -> None:
         """Updates a bundle. Large arrays are donated; their copies may still be on their way."""

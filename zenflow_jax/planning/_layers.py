@@ -15,7 +15,7 @@ from zenflow_jax.layerwise._optimizer import Kind, flat
 from zenflow_jax.layerwise._programs import trace_model
 from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
-from zenflow_jax.layerwise._updates import AHEAD, gradients_kept
+from zenflow_jax.layerwise._updates import AHEAD, fetched_early, gradients_kept
 from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._plans import (
     TEMPORARIES,
@@ -61,18 +61,20 @@ def plan_layerwise(
     work = _work_of(functions, tuple(leaves), treedef, several, compiles)
     w = [x.weights_nbytes for x in kinds]
     u = [x.nbytes - x.weights_nbytes for x in kinds]
-    bundles = [max((bundle.nbytes for bundle in x.bundles), default=0) for x in kinds]
-    in_flight = _IN_FLIGHT * max(bundles[1:], default=0)
+    largest = [max((bundle.nbytes for bundle in x.bundles), default=0) for x in kinds]
+    in_flight = _IN_FLIGHT * max(largest[1:], default=0)
     in_flight = in_flight if in_flight_bytes is None else in_flight_bytes
     # Weights come for both passes. All arrays leave once. A second sweep also fetches the weights,
     # and sends gradients and takes them back, and nothing hides it.
     stay = 0 if at_once else gradients_kept(w, in_flight)
     sent, kept = sum(w[stay:]) * (not at_once), micro_batches * sum(work.inputs) * on_host
     sweep = (sum(w) + sent) * (not at_once)
-    late = sum(max(x - in_flight // 2, 0) for x in u) if at_once else sum(u) + sweep
+    late = sum(u) + sweep
+    for bundles in (x.bundles for x in kinds if at_once):
+        late -= sum(bundles[i].others_nbytes for i in fetched_early(bundles, in_flight))
     on_device = sorted(work.inputs)[-AHEAD - 1 :] if on_host else work.inputs
     held = micro_batches * (sum(on_device) + work.shared + work.carry)
-    flights = in_flight * at_once, max(in_flight, bundles[0])
+    flights = in_flight * at_once, max(in_flight, largest[0])
     moments = _moments(work, trees, held, several, flights, stay)
     fullest = max(moments, key=lambda x: sum(x.values()))
     if not compiles:
