@@ -23,7 +23,6 @@ from zenflow_jax.layerwise._tracing import (
     is_float,
     key_of,
     live_inputs,
-    reads,
     text_of,
     traced,
     types_of,
@@ -176,7 +175,8 @@ def _trace_block(
         return made[:trained] if trains else None, made[trained:]
 
     g = [jax.tree.leaves(carry)[i] for i in new]
-    read = reads(partial(pull, range(len(shapes))), 2, types_of(weights), g, shapes)
+    pulled = jax.make_jaxpr(partial(pull, range(len(shapes))))(types_of(weights), g, shapes)
+    read = {i - begin - len(g) for i in live_inputs(pulled.jaxpr)}
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in shapes]  # has no zeros
     kept = tuple(i for i in range(len(shapes)) if i in read or is_key[i])
     # What the layer passes on is on the device anyway. A batch belongs to the caller.

@@ -92,7 +92,10 @@ class TrainerSnapshot:
                     shape = tuple(s.stop - s.start for s in place)
                     tensors[f"leaves/{number}/{name}@{start}"] = x.dtype, shape
                     tensors[f"checksums/{number}/{name}/{start}"] = np.dtype(np.uint32), ()
-        leaves = [{name: _saved(x) for name, x in _named(leaf)} for leaf in self._shapes]
+        leaves = [
+            {name: jax.ShapeDtypeStruct(_saved_shape(x), x.dtype) for name, x in _named(leaf)}
+            for leaf in self._shapes
+        ]
         with contextlib.closing(self):
             write_state(folder, self._processes, moment, small, leaves, tensors, self._chunks())
 
@@ -209,10 +212,6 @@ def _pieces(x: Any) -> Iterator[tuple[str, Any, tuple[slice, ...]]]:
         start = ",".join(str(s.start) for s in place)
         holders.setdefault(start, (start, device, place))
     yield from (x for x in holders.values() if x[1].process_index == jax.process_index())
-
-
-def _saved(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(_saved_shape(x), x.dtype)
 
 
 def _saved_shape(x: Any) -> tuple[int, ...]:

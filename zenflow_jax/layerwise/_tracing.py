@@ -77,13 +77,6 @@ def live_inputs(jaxpr: Any, outputs: Sequence[bool] | bool = True) -> set[int]:
     return {i for i, is_live in enumerate(dce_jaxpr(jaxpr, outputs)[1]) if is_live}
 
 
-def reads(function: Callable, argument: int, *args: Any) -> list[int]:
-    """Returns the leaves of an argument that the results depend on."""
-    live = live_inputs(jax.make_jaxpr(function)(*args).jaxpr)
-    begin = len(jax.tree.leaves(args[:argument]))
-    return [i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live]
-
-
 def varied_by(function: Callable, args: Any, places: Sequence[int]) -> tuple[Callable, list[Any]]:
     """Returns a function of some leaves of its arguments, and these leaves."""
     leaves, treedef = jax.tree.flatten(args)

@@ -48,11 +48,11 @@ def copied(kind: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     if any(x.is_deleted() for x in arrays):  # otherwise the process could crash (jax 0.10.2)
         raise RuntimeError("An array was deleted, for instance by a donation. Pass a copy.")
     targets = [_target(x.aval, x.sharding, kind) for x in arrays]
-    shardings, devices, results = zip(*targets, strict=True) if targets else ((), (), ())
     reuse = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(targets)
+    shardings, devices = [x[0] for x in targets], [x[1] for x in targets]
     copy = xla_client.batched_copy_array_to_devices_with_sharding
-    copies = copy([*arrays], [*devices], [*shardings], reuse)
-    return [result(x) for result, x in zip(results, copies, strict=True)]
+    copies = copy([*arrays], devices, shardings, reuse)
+    return [typed(x) for (_, _, typed), x in zip(targets, copies, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)
