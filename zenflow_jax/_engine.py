@@ -208,7 +208,7 @@ class HostEngine:
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
-            weights = self._updates.collect(offloaded, arriving, state.step)
+            weights = self._updates.collect(offloaded, arriving, state, keep_move=True)
             leaves, measured = state.leaves, {}
             for group in closing:
                 if boundaries[group].selects:
@@ -218,7 +218,7 @@ class HostEngine:
                     if state.schedule.auto_select:
                         measured[group] = self._updates.measure(group, leaves)
                 self._progress.window_closed(group)
-            weights = self._updates.collect(weights, at_once, state.step)
+            weights = self._updates.collect(weights, at_once, state)
             if any(x is not y for x, y in zip(weights, offloaded, strict=True)):
                 taken = taken.put(self._offloaded.places, weights)
                 params = taken.tree
@@ -276,7 +276,7 @@ class HostEngine:
         with self._lifecycle.change(flushes=True):
             if arriving:
                 offloaded = self._offloaded.pick(taken.weights)
-                weights = self._updates.collect(offloaded, arriving, state.step)
+                weights = self._updates.collect(offloaded, arriving, state)
                 taken = taken.put(self._offloaded.places, weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)

@@ -50,6 +50,12 @@ def to_host(x: jax.Array, rank: int) -> jax.Array:
     return jax.device_put(with_rank(x, rank), jax.memory.Space.Host)
 
 
+def to_device(tree: T) -> T:
+    """Copies arrays in host memory to their devices; other arrays stay."""
+    where = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), tree)
+    return jax.device_put(tree, where)
+
+
 def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.Array:
     """Makes zeros in pinned host memory, next to the device that holds `like`."""
     shape = shape_with_rank(shape, rank)

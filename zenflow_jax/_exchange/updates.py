@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.boundary import (
+    LastMove,
     channel_rows,
     channel_widths,
     choose,
@@ -22,7 +23,7 @@ from zenflow_jax._device.boundary import (
     split_uploads,
 )
 from zenflow_jax._device.memory import read, upload
-from zenflow_jax._device.state import LeafState, Leaves
+from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState
 from zenflow_jax._exchange.messages import Update
 from zenflow_jax._exchange.parts import (
     Group,
@@ -95,10 +96,19 @@ class Updates:
         return kinds
 
     def collect(
-        self, weights: Sequence[jax.Array], groups: Sequence[int], after: jax.Array
+        self,
+        weights: Sequence[jax.Array],
+        groups: Sequence[int],
+        state: ZenFlowState,
+        *,
+        keep_move: bool = False,
     ) -> list[jax.Array]:
-        """Merges the pending updates of `groups`; `after` is an array from the last step."""
-        weights = list(weights)
+        """Merges the pending updates of `groups`; `state` is the last step's.
+
+        `keep_move` allows the parameters to keep the last step's provisional move. That step must
+        have followed the windows' ends.
+        """
+        weights, after = list(weights), state.step
         for number in groups:
             if number not in self.pending:
                 continue
@@ -116,7 +126,9 @@ class Updates:
             donated, kept = split_uploads(new, group.specs)
             rows = self._rows[number]
             during = rows if before is None else before
-            merged = merge(params, donated, kept, during, rows, specs=group.specs)
+            moved = LastMove.of(state, group.pick(self._offloaded.places)) if keep_move else None
+            static = {"specs": group.specs, "schedule": state.schedule}
+            merged = merge(params, donated, kept, during, rows, moved, **static)
             if group.on_one_device:
                 self._merged_uploads.append(donated)
             for i, weight, old in zip(group.leaves, merged, params, strict=True):
