@@ -172,14 +172,14 @@ def peer_settings(method: Method, job: Job) -> dict[str, Any]:
 def measured(command: list[str], environment: dict[str, str] | None) -> tuple[str, float]:
     """Returns a process's output and its peak memory in GB, with its children's.
 
-    Memory is sampled every half second; a page that processes share counts once.
+    Memory is sampled every three seconds; a page that processes share counts once.
     """
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     peak = 0.0
     with subprocess.Popen(command, env=environment, **pipe) as process:
         while True:
             try:
-                output, _ = process.communicate(timeout=0.5)
+                output, _ = process.communicate(timeout=3)
                 break
             except subprocess.TimeoutExpired:
                 peak = max(peak, _memory(process.pid))
