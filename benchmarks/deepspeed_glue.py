@@ -30,7 +30,7 @@ import numpy as np
 
 import zenflow_jax
 from benchmarks.deepspeed_zenflow import Run as Losses
-from benchmarks.deepspeed_zenflow import peer, resumed_row
+from benchmarks.deepspeed_zenflow import load, peer, resumed_row
 from benchmarks.glue_parity import CONFIG, JOBS, options_of
 from train.cli.command_line import read_command_line
 from train.cli.settings import Settings
@@ -109,15 +109,11 @@ def prepare_peer(data: Path, settings: Settings) -> None:
 
 def train(job: Job) -> dict[str, Any]:
     """Trains with jax, as `zenflow-finetune` does."""
-    settings, file = job.settings, Path(job.checkpoint)
+    settings, file = job.settings, Path(job.checkpoint).with_suffix(".npz")
     work, opt_state = prepare(read(settings), lambda: None)
     params, saved = work.model.params, None
     if job.resume:
-        target = (params, opt_state, zenflow_jax.abstract_engine_state(opt_state))
-        values = np.load(file.with_suffix(".npz")).values()
-        *restored, saved = jax.tree.unflatten(jax.tree.structure(target), values)
-        shardings = jax.tree.map(lambda x: x.sharding, target[:2])
-        params, opt_state = jax.device_put(tuple(restored), shardings)
+        params, opt_state, saved = load(file, params, opt_state)
     losses, seconds = [], []
     with contextlib.ExitStack() as stack:
         engine = None
@@ -133,7 +129,7 @@ def train(job: Job) -> dict[str, Any]:
             seconds.append(time.process_time() - begun)
             if engine and i + 1 == SAVED and not job.resume:
                 leaves = jax.tree.leaves((params, opt_state, engine.state()))
-                np.savez(file.with_suffix(".npz"), *leaves)
+                np.savez(file, *leaves)
         if engine:
             params, opt_state = engine.flush(params, opt_state)
         figures = work.validate(params)

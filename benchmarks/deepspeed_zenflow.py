@@ -179,7 +179,8 @@ def train(job: Job) -> Run:
 
     params, opt_state, saved = model.params, tx.init(model.params), None
     if job.resume:
-        params, opt_state, saved = load(job, params, opt_state)
+        file = job.checkpoint / f"{job.resume}.npz"
+        params, opt_state, saved = load(file, params, opt_state)
     before, losses, flushed = validate(), [], None
     with contextlib.ExitStack() as stack:
         engine = None
@@ -202,10 +203,10 @@ def train(job: Job) -> Run:
     return Run(losses, before, after, flushed)
 
 
-def load(job: Job, params: Any, opt_state: Any) -> tuple[Any, Any, Any]:
+def load(file: Path, params: Any, opt_state: Any) -> tuple[Any, Any, Any]:
     """Reads a checkpoint; `params` and `opt_state` are those of a new run."""
     target = (params, opt_state, zenflow_jax.abstract_engine_state(opt_state))
-    values = np.load(job.checkpoint / f"{job.resume}.npz").values()
+    values = np.load(file).values()
     *restored, engine_state = jax.tree.unflatten(jax.tree.structure(target), values)
     shardings = jax.tree.map(lambda x: x.sharding, target[:2])
     return *jax.device_put(tuple(restored), shardings), engine_state
