@@ -10,8 +10,7 @@ device's peak bytes per parameter (arguments, outputs and temporaries, without a
 engine's bytes on the device, and their sum; then the share of mail whose copy starts before the
 last matmul, so that the backward pass can hide it; and the program that merges the largest group's
 update. With several devices it also prints the bytes that they exchange in a step. Bytes are per
-device; parameters are those of the whole model. `step_time_memory.py` compiles the programs of
-`step_time.py`. Answers: `benchmarks/LOG.md`.
+device; parameters are those of the whole model. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse

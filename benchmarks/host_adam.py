@@ -31,7 +31,6 @@ from zenflow_jax._spec.scalars import AdamScalars, window_step
 Run = Callable[[], object]
 LIMIT, TORCH, DEEPSPEED = "memory bandwidth", "torch.optim.AdamW(fused)", "DeepSpeed CPUAdam"
 WIDTH = 4096  # elements in a channel
-SKIPPED = 0.07  # share of selected channels, which the host skips
 RATE, B1, B2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 
 
@@ -101,8 +100,6 @@ def new_arrays(millions: int) -> Arrays:
 
 FLOAT32 = "float32 gradient (28 bytes)"
 BFLOAT16 = "bf16 gradient, bf16 weight (26 bytes)"
-SUM = "float32 sum of a window, bf16 weight (28 bytes)"
-SKIPPING = f"the same, {SKIPPED:.0%} of the channels skipped"
 WINDOW = "four bf16 gradients, bf16 weight (32 bytes)"
 
 
@@ -119,12 +116,7 @@ def add_limits(cases: dict[str, dict[str, Run]], x: Arrays, threads: int) -> Non
         return lambda: list(pool.map(piece, edges[:-1], edges[1:]))
 
     whole, split = (x.p, None), (x.out16, x.rest16)
-    for case, g, masters in (
-        (FLOAT32, x.g, whole),
-        (BFLOAT16, x.g16, split),
-        (SUM, x.g, split),
-        (SKIPPING, x.g, split),
-    ):
+    for case, g, masters in ((FLOAT32, x.g, whole), (BFLOAT16, x.g16, split)):
         cases.setdefault(case, {})[LIMIT] = over_threads(stream, *masters, x.m, x.v, g)
     window = over_threads(stream_window, *split, x.m, x.v, x.g16, *x.more16)
     cases[WINDOW] = {LIMIT: window}
@@ -161,13 +153,11 @@ def stream_window(p, rest, m, v, g, h, j, k, zero):
 def add_zenflow(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
     step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, False)
     channels = x.p.shape[:2]
-    everything = np.ones(channels, bool)
-    most = np.random.default_rng(1).random(channels) >= SKIPPED
+    active = np.ones(channels, bool)
     whole, split = HostArray(x.p), HostArray(x.out16, x.rest16)
 
     def update(
         g,
-        active,
         masters=split,
         more: Sequence[np.ndarray] = (),
         moments: tuple[HostArray, HostArray] = (HostArray(x.m), HostArray(x.v)),
@@ -176,12 +166,10 @@ def add_zenflow(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, nam
         steps = np.full(active.shape, 10, np.int32)
         return lambda: list(adam.adamw(masters, *moments, steps, gradients, 0.25, active, step))
 
-    cases[FLOAT32][name] = update(x.g, everything, whole)
-    cases[BFLOAT16][name] = update(x.g16, everything)
-    cases[SUM][name] = update(x.g, everything)
-    cases[SKIPPING][name] = update(x.g, most)
-    cases[WINDOW][name] = update(x.g16, everything, more=x.more16)
-    compact = update(x.g16, everything, more=x.more16, moments=x.compact)
+    cases[FLOAT32][name] = update(x.g, whole)
+    cases[BFLOAT16][name] = update(x.g16)
+    cases[WINDOW][name] = update(x.g16, more=x.more16)
+    compact = update(x.g16, more=x.more16, moments=x.compact)
     cases[WINDOW][f"{name}, compact (20)"] = compact
 
 
@@ -234,14 +222,9 @@ def add_optimizer(cases: dict[str, dict[str, Run]], x: Arrays, make: Callable, n
         parameter.grad = g
         optimizer.step()
 
-    def float32_in_bfloat16_out() -> None:
-        float32()
-        out16.copy_(p)
-
     cases[FLOAT32][name] = float32
     cases[BFLOAT16][name] = bfloat16
     cases[WINDOW][name] = window
-    cases[SUM][name] = float32_in_bfloat16_out
 
 
 def interleaved(cases: dict[str, dict[str, Run]], rounds: int) -> dict[str, dict[str, list[float]]]:

@@ -12,10 +12,6 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "numba")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class NoGPU(RuntimeError):
-    """There is no GPU; the message is complete."""
-
-
 def ended(status: int | None) -> str:
     """Describes an exit status; None means that the process was killed after its time limit."""
     if status is None:

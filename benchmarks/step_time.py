@@ -21,9 +21,8 @@ In each round, the peers take turns in shuffled order. A peer first runs a windo
 so that an update is in flight as in the middle of a run, then `--steps` timed steps, and finally
 waits until its host is idle. The loop waits for the device only before and after the timed steps.
 Compiling and the first selection are not timed; later selections are (the last column counts them;
-there is one in 16 windows, so a turn may have none). With `--resident one`, each turn of a peer
-sets it up from the same weights, and takes it down at the end; with `all`, everything stays in
-memory, on the device and on the host.
+there is one in 16 windows, so a turn may have none). Each turn of a peer sets it up from the same
+weights, and takes it down at the end.
 
 Prints medians over the turns. "idle" is the share of the step beyond the time of `adamw`. The
 device's peak is the allocator's peak in each peer's first turn. Peers run in ascending order of
@@ -146,7 +145,6 @@ def compare(
     vocabulary: int,
     rounds: int,
     steps: int,
-    resident: str,
     save: Callable[[Comparison], None],
     until: float | None = None,
 ) -> Comparison:
@@ -164,9 +162,6 @@ def compare(
     save(comparison)
     longest = 0.0
     try:
-        if resident == "all":
-            for runner, _ in both:
-                warm_up(runner)
         shuffle = random.Random(0).shuffle
         for i in range(rounds):
             if until is not None and time.monotonic() + longest > until:
@@ -175,11 +170,9 @@ def compare(
             start = time.perf_counter()
             shuffle(both)
             for runner, result in both:
-                if resident == "one":
-                    warm_up(runner)
+                warm_up(runner)
                 turn(runner, result, steps)
-                if resident == "one":
-                    runner.take_down()
+                runner.take_down()
             longest = max(longest, time.perf_counter() - start)
             print(f"round {i + 1}: {time.perf_counter() - start:.1f} s", flush=True)
             save(comparison)
@@ -199,7 +192,6 @@ def main() -> None:
     add("--peers", nargs="+", default=["*"], help="names or patterns such as 'zenflow-s4-*'")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=16, help="timed steps in a turn; whole windows for every peer")
-    add("--resident", choices=("one", "all"), default="one", help="peers in memory at once")
     args = parser.parse_args()
 
     preset = MODELS[args.model]
@@ -216,8 +208,7 @@ def main() -> None:
     batch = args.batch or preset.batch
     print(
         f"{args.model}, {model.parameters / 1e6:,.2f} M parameters, jax {jax.__version__}, "
-        f"{jax.devices()[0].device_kind}, {batch} x {length} tokens in a step, resident: "
-        f"{args.resident}",
+        f"{jax.devices()[0].device_kind}, {batch} x {length} tokens in a step",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -234,7 +225,6 @@ def main() -> None:
             vocabulary=preset.config.vocabulary,
             rounds=args.rounds,
             steps=args.steps,
-            resident=args.resident,
             save=lambda _: None,
         )
     print(f"\n{table(comparison)}")

@@ -226,6 +226,36 @@ def make_step(
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=out_shardings)
 
 
+def abstract_call(
+    peer: Peer,
+    model: Model,
+    batch: int,
+    length: int,
+    put: Callable[[Any], jax.ShapeDtypeStruct],
+    park: Callable[[Any], jax.ShapeDtypeStruct],
+) -> tuple[Any, Any]:
+    """Returns a peer's jitted step, and the shapes of its arguments: parameters, state, tokens.
+
+    Args:
+        peer: The peer.
+        model: Its model.
+        batch: Sequences in a step.
+        length: Tokens in each sequence.
+        put: Places a shape on the device.
+        park: Places a shape in host memory.
+    """
+    optimizer = peer.make()
+    params = jax.tree.map(put, model.shapes)
+    # The step does not read the mail in `zenflow`'s state, so its memory does not matter.
+    state = jax.tree.map(put, optimizer.abstract(params))
+    if peer.name == "parked":
+        state = jax.tree.map(lambda x: park(x) if is_parked(x) else x, state)
+    placement = None if peer.offloads else jax.tree.map(lambda x: x.sharding, (params, state))
+    tokens = put(jax.ShapeDtypeStruct((peer.micro_batches, batch, length + 1), jnp.int32))
+    step = make_step(model.graphdef, optimizer, peer.micro_batches, placement)
+    return step, (params, state, tokens)
+
+
 class Runner:
     """Runs one peer, which can be taken down and set up again, and keeps its compiled programs.
 

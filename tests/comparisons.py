@@ -118,10 +118,8 @@ def adamw(
     steps: int,
     seed: int,
     shardings: Any = None,
-    *,
-    cast: bool = True,
 ) -> Any:
-    """Returns the float32 masters after each step of `optax.adamw`, `cast` to the parameters."""
+    """Returns the parameters after each step of `optax.adamw` on float32 masters."""
     tx, step = adamw_program(leaves, clip, weight_decay)
 
     def wide(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -132,8 +130,7 @@ def adamw(
     seen = []
     for t in range(1, steps + 1):
         masters, state = step(masters, state, wide(gradients(leaves, t, seed)))
-        dtypes = {x.name: x.dtype if cast else "float32" for x in leaves}
-        seen.append({name: fetch(masters[name]).astype(dtype) for name, dtype in dtypes.items()})
+        seen.append({x.name: fetch(masters[x.name]).astype(x.dtype) for x in leaves})
     return seen
 
 

@@ -3,12 +3,8 @@
 Steps are compiled in the same way as for users. `test_agreement.py` uses the slow reference.
 """
 
-import jax
-import numpy as np
-import optax
 import pytest
 
-import zenflow_jax
 from tests import comparisons, runs
 from tests.comparisons import MAX_NORM, SEEDS, WARM, seeded
 from tests.runs import FEW, SECOND, Plan, Settings, Training
@@ -40,36 +36,6 @@ def test_without_staleness_a_run_equals_optax_adamw(leaves, options, steps, seed
     expected = comparisons.adamw(leaves, options.max_grad_norm, options.weight_decay, steps, seed)
     with seeded(leaves, options, seed) as training:
         comparisons.assert_close([p for _, p in training.follow(Plan(steps))], expected)
-
-
-@pytest.mark.slow
-def test_an_average_of_masters_equals_that_of_optax_adamw():
-    options = Settings(weight_decay=0.1, **SELECTING)
-    masters = []
-    with seeded(FEW, options, SEEDS[0]) as training:
-        for _ in range(12):
-            training.go(1)
-            masters.append(
-                zenflow_jax.master_params(training.params, training.state, training.engine)
-            )
-    expected = comparisons.adamw(FEW, MAX_NORM, 0.1, 12, SEEDS[0], cast=False)
-    means = []
-    for history in (masters, expected):
-        mean = history[0]
-        for weights in history[1:]:
-            mean = optax.incremental_update(weights, mean, np.float32(0.1))
-        means.append(jax.tree.map(np.asarray, mean))
-    comparisons.assert_close(means[:1], means[1:])
-
-
-def test_runs_that_are_compared_with_optax_select_channels_and_clip():
-    history, _ = comparisons.reference(FEW, Settings(**SELECTING), Plan(12))
-    assert len({chosen["rows"].tobytes() for chosen in history.selected}) > 6
-    norms = [
-        np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in runs.gradients(FEW, t).values()))
-        for t in range(1, 13)
-    ]
-    assert min(norms) < MAX_NORM < max(norms)
 
 
 @pytest.mark.slow

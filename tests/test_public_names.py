@@ -60,15 +60,3 @@ def test_every_public_name_has_an_example_and_explains_its_arguments_or_attribut
         assert section(doc, "Args") == list(signature.parameters)
         if inspect.isroutine(public) and signature.return_annotation is not None:
             assert re.search(r"^Returns:\n    \S", doc, re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_every_public_method_has_a_docstring_that_names_its_arguments(name):
-    for method, function in vars(PUBLIC[name]).items():
-        if method.startswith("_") or not inspect.isroutine(function):
-            continue
-        function = getattr(PUBLIC[name], method)
-        doc = inspect.getdoc(function) or ""
-        assert doc.endswith("."), method
-        for argument in list(inspect.signature(function).parameters)[1:]:
-            assert re.search(rf"\b{argument}\b", doc), (method, argument)

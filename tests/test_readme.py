@@ -11,7 +11,6 @@ import pytest
 from train import compress, finetune, generate
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -27,11 +26,6 @@ def program(text: str) -> str:
             inside = line == "```python"
         lines.append("" if fence or not inside else line)
     return "\n".join(lines) + "\n"
-
-
-def test_the_readme_has_an_example_and_is_short():
-    assert "zenflow_jax.HostEngine(" in program(TEXT)
-    assert len(TEXT.splitlines()) < 125
 
 
 EXAMPLES = ("README.md", "docs/checkpoints.md", "docs/deepspeed.md")

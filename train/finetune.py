@@ -206,7 +206,7 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
             export(command.settings, checkpoint, Path(target), say)
         processes.leave()
         return 0
-    with StopRequest(say) as stop:
+    with StopRequest() as stop:
         train(command, console, stop)
     return 0
 

@@ -6,9 +6,8 @@ import pytest
 
 from benchmarks import on_gpu
 from benchmarks.gpu_figures import differences
-from benchmarks.step_time_memory import abstract_call
 from benchmarks.step_time_model import MODELS, make_model
-from benchmarks.step_time_peers import PEERS
+from benchmarks.step_time_peers import PEERS, abstract_call
 
 STREAMED = "zenflow-s4-r0.05-streamed"
 
@@ -16,7 +15,7 @@ STREAMED = "zenflow-s4-r0.05-streamed"
 # The part of `memory` with streamed layers compiles for minutes; `step_time` has a smaller one.
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run")
-@pytest.mark.parametrize(("number", "parts"), [(0, 7), (1, 2), (2, 1), (3, 3)])
+@pytest.mark.parametrize(("number", "parts"), [(0, 7), (1, 2), (2, 1), (3, 2)])
 def test_a_rehearsal_of_each_function_succeeds(number, parts, tmp_path):
     lines = ["steps of NaN | pass |", "| trained, loss", f"{STREAMED} | 1 turns |", "| True |"]
     function = on_gpu.FUNCTIONS[number]
@@ -37,7 +36,7 @@ def test_different_weights_and_losses_are_noticed():
     assert np.isnan(differences(nan, expected, start)).all()
 
 
-@pytest.mark.parametrize("name", ["adamw", "parked", "zenflow-s4-r0.05", STREAMED])
+@pytest.mark.parametrize("name", ["parked", STREAMED])
 def test_each_peers_step_can_be_lowered_for_cuda(name, monkeypatch):
     monkeypatch.setattr("zenflow_jax._device.gpu_faults._DISABLED", True)  # for jax < 0.11.1
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -51,13 +50,13 @@ def test_each_peers_step_can_be_lowered_for_cuda(name, monkeypatch):
         step, arguments = abstract_call(PEERS[name], model, preset.batch, preset.length, put, park)
         text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     # Gradients that leave during the step, and parked state, go to host memory.
-    assert ("annotate_device_placement" in text) == (name != "adamw")
+    assert "annotate_device_placement" in text
 
 
 def test_a_failing_part_loses_only_its_own_unfinished_results(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "PATIENCE", 1.0)
     targets = {x: f"tests.failing_parts:{x}" for x in ("parts", "broken")}
-    functions = [on_gpu.Function(name, "?", x, 100, 8) for name, x in targets.items()]
+    functions = [on_gpu.Function(name, "?", x, 100, 4) for name, x in targets.items()]
     monkeypatch.setattr(on_gpu, "FUNCTIONS", functions)
     assert on_gpu.measure(functions, tmp_path, rehearse=True) == 1
     ends = on_gpu.ends(tmp_path / "results.jsonl", "parts")

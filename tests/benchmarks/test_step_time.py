@@ -7,7 +7,6 @@ import optax
 import pytest
 from flax import nnx
 
-from benchmarks import step_time
 from benchmarks.step_time_model import Model, committed
 from benchmarks.step_time_peers import (
     LEARNING_RATE,
@@ -17,7 +16,6 @@ from benchmarks.step_time_peers import (
     Runner,
     adamw,
 )
-from benchmarks.step_time_report import Comparison, Result, figures, table
 from tests.comparisons import assert_same_bits
 from tests.compilations import times_compiled
 
@@ -113,46 +111,3 @@ def test_parked_state_is_bit_identical_to_state_on_the_device_and_stays_in_host_
     assert runner.parked_bytes == 12 * matrices
     assert limit.parked_bytes == 0
     assert times_compiled(runner._step) == 1
-
-
-@pytest.mark.slow
-def test_a_comparison_measures_every_peer_in_every_round(model):
-    saved = []
-    comparison = step_time.compare(
-        model,
-        [PEERS[name] for name in ("zenflow-s4-r0.05", "parked")],
-        batch=1,
-        length=LENGTH,
-        vocabulary=VOCABULARY,
-        resident="one",
-        rounds=2,
-        steps=8,
-        save=saved.append,
-    )
-    assert [len(r.step_s) for r in comparison.results] == [2, 2]
-    assert [len(r.work_s) for r in comparison.results] == [2, 2]
-    zenflow, parked = figures(comparison).values()
-    # 2 bytes of bf16 at each step, and once per window, plus the step's scalars.
-    n, offloaded, step_scalars = 32 * 16 * 2 + 16, 32 * 16 * 2, 4 * (8 + 3)
-    assert zenflow["to_host"] == (2 * offloaded + step_scalars) / n
-    # Windows in 12 steps; for half the leaves, they start earlier and are open at the end.
-    np.testing.assert_allclose(zenflow["to_device"], 2 * offloaded * 3 / 12 / n, rtol=1e-12)
-    assert zenflow["host_ms"] > 0
-    assert parked["to_host"] == parked["to_device"] == 12
-    assert parked["idle"] is None
-    assert len(saved) == 3  # after the first turns, and after each round
-
-
-def test_idle_is_the_share_of_a_step_beyond_the_time_of_adamw():
-    once = {"wait_s": [0.0], "work_s": [0.0], "bytes_to_host": [50.0], "bytes_to_device": [0.0]}
-    results = [
-        Result("adamw", step_s=[0.2, 0.1, 0.3], **once),
-        Result("offload", step_s=[0.8], device_peak_bytes=300, **once),
-    ]
-    comparison = Comparison(parameters=100, batch=2, length=10, results=results)
-    measured = figures(comparison)
-    assert measured["offload"]["idle"] == pytest.approx(0.75)
-    assert measured["offload"]["tokens_per_s"] == pytest.approx(25)
-    assert measured["offload"]["device_peak"] == 3
-    assert measured["adamw"]["step_ms"] == pytest.approx(200)
-    assert "| 75.0% |" in table(comparison)

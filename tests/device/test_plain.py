@@ -108,31 +108,6 @@ def test_injected_hyperparameters_give_the_same_updates(problem):
     assert_close(*results)
 
 
-def test_a_constant_schedule_equals_its_number(problem):
-    make, params, gradients = problem
-    rates = 1e-1, optax.constant_schedule(1e-1)
-    assert_close(*(scanned(make(rate), params, gradients, 9)[0] for rate in rates))
-
-
-def test_the_state_can_be_an_output_of_a_branch(problem):
-    make, params, gradients = problem
-    tx = make()
-
-    @jax.jit
-    def step(taken, params, state):
-        updates, state = jax.lax.cond(
-            taken,
-            lambda: tx.update(gradients(params), state, params),
-            lambda: (jax.tree.map(jnp.zeros_like, params), state),
-        )
-        return optax.apply_updates(params, updates), state
-
-    made = params, tx.init(params)
-    for taken in (True, False, True, True, False):
-        made = step(taken, *made)
-    assert_close(made, scanned(tx, params, gradients, 3))
-
-
 @pytest.mark.parametrize("wrap", ["MultiSteps", "apply_if_finite"])
 def test_wrappers_that_withhold_updates_work_with_and_without_an_engine(problem, wrap):
     make, params, gradients = problem
@@ -150,16 +125,6 @@ def test_wrappers_that_withhold_updates_work_with_and_without_an_engine(problem,
             with_engine = engine.exchange(*step(*with_engine))
     assert_same(made, with_engine)
     assert_close((made[0], find_state(made[1])), scanned(tx, params, gradients, 3))
-
-
-def test_many_runs_can_be_vectorized(problem):
-    make, params, gradients = problem
-    tx = make()
-    runs = [params, jax.tree.map(lambda p: p + 1, params)]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *runs)
-    ours, _ = jax.jit(jax.vmap(lambda p: scanned(tx, p, gradients, 5)))(stacked)
-    each = [scanned(tx, p, gradients, 5)[0] for p in runs]
-    assert_close(ours, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
 def test_an_engine_changes_nothing_and_may_come_late_miss_steps_and_resume(problem, tmp_path):

@@ -1,16 +1,11 @@
 """`zenflow()` from an optax user's point of view: its state, arguments, updates and mail."""
 
-import collections.abc
-import copy
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
 
 import zenflow_jax
 from tests.comparisons import assert_same_bits
@@ -62,58 +57,6 @@ def test_the_state_is_a_plain_pytree_without_callables():
     assert first == second
     assert hash(first) == hash(second)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state()))
-
-
-def walk(node):
-    """Yields the leaves in the way that big_vision and similar code traverse a tree."""
-    if dataclasses.is_dataclass(node):
-        node = serialization.to_state_dict(node)
-    if isinstance(node, dict):
-        node = [node[key] for key in sorted(node)]
-    if not isinstance(node, list | tuple):
-        yield from () if node is None else (node,)
-    else:
-        for x in node:
-            yield from walk(x)
-
-
-def test_walks_over_tuples_and_dicts_find_the_same_arrays_as_jax():
-    state = make().init(example_params())
-    arrays = sorted(id(x) for x in jax.tree.leaves(state))
-    assert sorted(map(id, walk(state))) == arrays
-    assert sorted(map(id, walk(serialization.to_state_dict(state)))) == arrays
-    assert optax.tree.get((state,), "step") is state.step
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    assert {".step", ".leaves[1].mu", ".step_scalars.floats"} < {*names}
-
-
-def test_a_state_keeps_its_settings_wherever_it_is_copied():
-    state = make().init(example_params())
-    treedef = jax.tree.structure(state)
-    for copied in (
-        copy.deepcopy(state),
-        jax.eval_shape(lambda: state),
-        jax.lax.cond(state.step == 0, lambda x: x, lambda x: x, state),
-        jax.lax.scan(lambda x, _: (x, None), state, length=2)[0],
-        rebuilt(state),
-    ):
-        assert jax.tree.structure(copied) == treedef
-
-
-def rebuilt(node):
-    """Rebuilds each container from its elements or fields, as orbax and others do."""
-    if jax.tree_util.all_leaves([node]):
-        return node
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*map(rebuilt, node))
-    if isinstance(node, collections.abc.Sequence):
-        return type(node)(map(rebuilt, node))
-    if isinstance(node, collections.abc.Mapping):
-        return type(node)((key, rebuilt(x)) for key, x in node.items())
-    if dataclasses.is_dataclass(node):
-        fields = [field.name for field in dataclasses.fields(node)]
-        return dataclasses.replace(node, **{x: rebuilt(getattr(node, x)) for x in fields})
-    return node
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -209,16 +152,6 @@ def test_the_device_keeps_a_leafs_selected_channels_or_all_channels(shape, optio
     assert leaf.spec.resident == (kept is None)
     assert (leaf.channels is None) == (leaf.scores is None) == (kept is None)
     assert bool(jax.tree.leaves(mail)) == (kept is not None)
-
-
-def test_a_printed_state_has_a_line_with_kind_and_share_for_each_leaf():
-    lines = repr(make(topk_ratio=0.25).init(NESTED)).splitlines()
-    assert [line.strip() for line in lines[2:-1]] == [
-        "['block']['bias'] float32[3], resident: wholly on the device",
-        "['block']['weight'] float32[4,3], offloaded: the device keeps 25%, 1 of 4 channels of "
-        "axis 0",
-        "['head'] float32[5,2], offloaded: the device keeps 40%, 2 of 5 channels of axis 0",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,14 @@ import zenflow_jax
 
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [("a", "b"), ("b",), (None, ("a", "b"))])
+@pytest.mark.parametrize(
+    ("spec", "axis_type"),
+    [
+        (("a", "b"), AxisType.Auto),
+        (("b",), AxisType.Explicit),
+        ((None, ("a", "b")), AxisType.Auto),
+    ],
+)
 def test_codes_and_scales_are_sharded_like_the_parameter_and_updates_stay_local(spec, axis_type):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))

@@ -56,13 +56,6 @@ def test_replicated_leaves_are_partitioned_as_far_as_requested_and_possible(part
             assert piece * (8 if asked else 1) == x.size
 
 
-def test_a_leaf_is_partitioned_over_at_most_the_devices_that_divide_it():
-    place = NamedSharding(meshes.make_mesh("three"), P())
-    params = {"w": jax.device_put(np.ones((8, 4), np.float32), place)}
-    (leaf,) = zenflow_jax.zenflow(1e-2, topk_ratio=0.25).init(params).leaves
-    assert leaf.mu.addressable_data(0).shape == (2, 1)
-
-
 def test_parameters_and_states_on_other_devices_are_rejected():
     devices, tx = jax.devices(), zenflow_jax.zenflow(1e-2, topk_ratio=0.25)
 
@@ -198,14 +191,6 @@ def test_state_shardings_distinguish_leaves_with_the_same_name():
     shapes = jax.tree.map(lambda _: jax.ShapeDtypeStruct((8, 8), jnp.float32), shardings)
     tx = optax.chain(optax.trace(0.9), zenflow_jax.zenflow(1e-2, param_shardings=shardings))
     assert zenflow_jax.state_shardings(tx, shapes, shardings)[0].trace == shardings
-
-
-def test_place_moves_a_state_to_another_single_device():
-    params = {"w": jnp.ones((8, 4))}
-    state = zenflow_jax.zenflow(1e-2).init(params)
-    params = jax.device_put(params, jax.devices()[1])
-    for x in (state, jax.device_get(state)):
-        zenflow_jax.HostEngine(params, zenflow_jax.place(params, x), host_kernel="numpy").close()
 
 
 def test_a_state_that_does_not_know_its_mesh_cannot_be_placed_on_it():

@@ -24,14 +24,6 @@ def test_streamed_layers_on_a_mesh_are_bit_identical():
     assert_same_bits(*(run("bfloat16", stream=x, **options) for x in (True, False)))
 
 
-def test_a_mesh_axis_of_size_one_divides_no_layers():
-    mesh = jax.make_mesh((1, 8), ("stage", "data"), (jax.sharding.AxisType.Auto,) * 2)
-    at = {name: NamedSharding(mesh, P("stage")) for name in ("up", "down", "scale")}
-    where = {"layers": at, "head": NamedSharding(mesh, P())}
-    options = {"steps": 5, "shardings": where, "max_grad_norm": None}
-    assert_same_bits(*(run("bfloat16", stream=x, **options) for x in (True, False)))
-
-
 def test_layers_do_not_stream_inside_shard_map():
     params = jax.device_put(model("float32"), shardings())
     state, mesh = zenflow_jax.zenflow(1e-2).init(params), params["head"].sharding.mesh
@@ -56,3 +48,7 @@ def test_layers_with_explicit_axes_or_divided_by_a_mesh_do_not_stream():
         state = zenflow_jax.zenflow(1e-2).init(params)
         with pytest.raises(ValueError, match=f"has {words}.* whole along their first axis"):
             streaming.stream(params, state)
+    # An axis of one device divides nothing.
+    place = NamedSharding(jax.make_mesh((1, 8), ("data", "fsdp"), (kinds.Auto,) * 2), P("data"))
+    params = jax.device_put(params, place)
+    streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))

@@ -11,7 +11,6 @@ import elves
 from elves.files import PackedFile
 from tests.comparisons import assert_same_bits
 from tests.hf_models import FIXTURES, load
-from tests.processes import assert_ends, start
 from train import compress
 from train.huggingface.loading import ModelError, read_folder
 
@@ -111,21 +110,6 @@ def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
         assert error.startswith("error: ")
         assert message in error
     assert [p.name for p in model.parent.iterdir()] == ["model"]
-
-
-def test_the_command_does_not_import_jax():
-    code = "import sys, train.compress; print('jax' in sys.modules, 'zenflow_jax' in sys.modules)"
-    assert assert_ends(start("-c", code)) == "False False\n"
-
-
-def test_the_largest_error_and_tensors_without_a_bound_are_reported(model, tmp_path, capsys):
-    tensors = {"f": load_file(model / "model.safetensors")["w"], "i": np.arange(99)}
-    save_file(tensors, tmp_path / "x.safetensors")
-    paths = [str(tmp_path / name) for name in ("x.safetensors", "y.safetensors")]
-    assert compress.main([*paths, "--bound", "2^-24"]) == 0
-    out = capsys.readouterr().out
-    assert "largest error: 5.96e-08 (2^-24.00), in `f`" in out
-    assert "1 tensors (I64) are lossless" in out
 
 
 def test_a_checkpoint_is_not_packed(model, tmp_path, capsys):

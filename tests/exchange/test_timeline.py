@@ -1,9 +1,8 @@
-"""A run's recorded spans, and their picture."""
+"""A run's recorded spans."""
 
 import pytest
 
 from tests.runs import FEW, Settings, Training
-from zenflow_jax import plot_timeline
 
 STEPS, INTERVAL = 9, 2
 ROWS = ["device", "mail", "host", "upload", "caller"]
@@ -65,15 +64,3 @@ def test_the_stats_contain_the_seconds_of_all_spans(engine):
     assert stats.wait_s == seconds("wait for host")
     assert stats.work_s == seconds("take in", "update", "hand over", "wait for uploads")
     assert stats.seconds == {kind: seconds(kind) for kind in {x.kind for x in engine.timeline}}
-
-
-def test_the_picture_has_every_row_and_the_last_steps(engine, tmp_path):
-    figure = plot_timeline(engine.timeline, tmp_path / "timeline.svg", steps=4)
-    assert b"<svg" in (tmp_path / "timeline.svg").read_bytes()[:1000]
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ROWS
-    assert axes.get_title() == "steps 6 to 9"
-    (legend,) = figure.legends
-    assert {"step", "update"} <= {text.get_text() for text in legend.get_texts()}
-    with pytest.raises(ValueError, match="no step. Call `exchange`"):
-        plot_timeline([])

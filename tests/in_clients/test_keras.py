@@ -1,13 +1,10 @@
 """zenflow in Keras on its JAX backend: a loop over `stateless_call`, and `fit`."""
 
-import jax
 import keras
 import numpy as np
-import optax
 import pytest
 from keras import layers
 
-import zenflow_jax
 from examples.keras_fit import Exchange, ZenFlow
 
 OPTIONS = {"learning_rate": 1e-2, "weight_decay": 1e-2, "channel_axis": lambda _, x: 0}
@@ -26,44 +23,6 @@ def make():
     x = layers.Embedding(64, 32)(tokens)
     x = x + layers.Dense(32)(layers.Dense(64, activation="gelu")(layers.LayerNormalization()(x)))
     return keras.Model(tokens, layers.Dense(64)(layers.BatchNormalization()(x)))
-
-
-def loop(tx, *, steps=10):
-    """Returns the losses of a loop over `stateless_call`, as in Keras's guide."""
-    model = make()
-    weights = [v.value for v in model.trainable_variables]
-    others = [v.value for v in model.non_trainable_variables]
-    state = tx.init(weights)
-
-    @jax.jit
-    def step(weights, others, state, x, y):
-        def loss_fn(weights):
-            logits, new = model.stateless_call(weights, others, x, training=True)
-            return LOSS(y, logits), new
-
-        (loss, others), gradients = jax.value_and_grad(loss_fn, has_aux=True)(weights)
-        updates, state = tx.update(gradients, state, weights)
-        return optax.apply_updates(weights, updates), others, state, loss
-
-    engine = None
-    if isinstance(state, zenflow_jax.ZenFlowState):
-        engine = zenflow_jax.HostEngine(weights, state)
-    losses = []
-    for i in range(steps):
-        batch = slice(8 * i, 8 * i + 8)
-        weights, others, state, loss = step(weights, others, state, X[batch], Y[batch])
-        losses.append(float(loss))
-        if engine:
-            weights, state = engine.exchange(weights, state)
-    if engine:
-        engine.flush(weights, state)
-        engine.close()
-    return losses
-
-
-def test_a_loop_over_stateless_call_has_the_same_losses_as_adamw():
-    expected = loop(optax.adamw(1e-2, weight_decay=1e-2))
-    assert loop(zenflow_jax.zenflow(**OPTIONS, **EXACT)) == pytest.approx(expected, abs=TOLERANCE)
 
 
 class Losses(keras.callbacks.Callback):

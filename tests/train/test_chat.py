@@ -38,12 +38,6 @@ def tokenizer(folder):
     return read_tokenizer(folder, vocabulary=1000)
 
 
-@pytest.fixture(scope="module")
-def template(folder, tokenizer):
-    """Returns a function that reads a fixture's template by name."""
-    return lambda name: read_template(folder, tokenizer.tokens, FIXTURES / f"{name}.jinja")
-
-
 @pytest.fixture
 def written(tmp_path, folder, tokenizer):
     """Returns a function that makes a template from a text."""
@@ -69,8 +63,8 @@ def talk(*turns):
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
-def test_texts_and_tokens_equal_those_of_transformers(tokenizer, template, name, case):
-    expected, chat_template = EXPECTED[name][case], template(name)
+def test_texts_and_tokens_equal_those_of_transformers(tokenizer, written, name, case):
+    expected, chat_template = EXPECTED[name][case], written(TEXTS[name])
     conversation = chat_template.conversation(expected["messages"], expected.get("tools"))
     assert conversation.text == expected["text"]
     prompt = chat_template.render(expected["messages"][:-1], ask=True, tools=expected.get("tools"))
@@ -79,21 +73,6 @@ def test_texts_and_tokens_equal_those_of_transformers(tokenizer, template, name,
     assert encoded.tokens.tolist() == expected["tokens"]
     if expected["answers"] is not None:
         assert encoded.marks.tolist() == expected["answers"]
-
-
-@pytest.mark.parametrize(
-    ("name", "case", "texts"),
-    [
-        ("alternating", "several", [" The cat. ", " On the mat.\n\nThe cat. ", " The cat. "]),
-        ("thinking", "thoughts", ["The cat.", "<think>\nIt is.\n</think>\n\nSure."]),
-    ],
-    ids=str,
-)
-def test_only_answers_and_their_ends_are_trained_on(template, name, case, texts):
-    messages, tools = (EXPECTED[name][case].get(key) for key in ("messages", "tools"))
-    end = END if name == "alternating" else TURN_END
-    conversation = template(name).conversation(messages, tools)
-    assert answers_of(conversation) == [text + end for text in texts]
 
 
 def test_a_template_that_hides_answers_is_rejected_with_a_remedy(written):
@@ -107,32 +86,52 @@ def test_a_template_that_hides_answers_is_rejected_with_a_remedy(written):
             written(text).conversation(talk("A", "A", "A", "A", "A", "A"))
 
 
-def test_an_empty_answer_ends_where_the_template_writes_its_end(template):
-    conversation = template("thinking").conversation(talk("Who?", "", "Where?", "Here."))
-    assert answers_of(conversation) == [TURN_END, f"<think>\n\n</think>\n\nHere.{TURN_END}"]
-
-
 def answers_of(conversation):
     return [conversation.text[start:stop] for start, stop in conversation.answers]
 
 
-def test_a_template_that_prompts_for_a_thought_does_not_prompt_for_one_that_the_answer_lacks(
-    written,
-):
-    # Like models that always think: the prompt ends with the start of the thought.
-    turns = (FIXTURES / "turns.jinja").read_text()
-    chat_template = written(turns + "{% if add_generation_prompt %}<think>{% endif %}")
-    for first, last in (("The cat.", "<th>."), ("a", "a"), ("assistant", "<")):
-        conversation = chat_template.conversation(talk("Who?", first, "Where?", last))
-        assert answers_of(conversation) == [first + TURN_END, last + TURN_END]
+def written_as(text, roles="true"):
+    """Returns a template that writes a text in each turn of some roles."""
+    turn = "<|turn|>{{ m.role }}\n" + text + "<|turn_end|>\n"
+    turns = "{% for m in messages %}{% if " + roles + " %}" + turn + "{% endif %}{% endfor %}"
+    return turns + "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 
 
-def test_a_call_that_begins_like_the_prompts_thought_is_trained_on_from_its_first_letter(written):
-    text = "{{ m.content }}{% for c in m.tool_calls or [] %}<tool>{{ c.name }}{% endfor %}"
-    chat_template = written(written_as(text) + "{% if add_generation_prompt %}<think>{% endif %}")
-    turns = [*talk("Who?"), {"role": "assistant", "content": "", "tool_calls": [FIND]}]
-    conversation = chat_template.conversation([*turns, *talk("Who?", "It.")])
-    assert answers_of(conversation) == [f"<tool>find{TURN_END}", f"It.{TURN_END}"]
+CONTENT = written_as("{{ m.content }}")
+TEXTS = {path.stem: path.read_text() for path in FIXTURES.glob("*.jinja")}
+# Like models that always think: the prompt ends with the start of the thought.
+THINK = "{% if add_generation_prompt %}<think>{% endif %}"
+TAGGED = written_as("{{ m.content }}{% for c in m.tool_calls %}<tool>{{ c.name }}{% endfor %}")
+FIND = {"name": "find", "arguments": {}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [FIND]}
+SEVERAL = EXPECTED["alternating"]["several"]["messages"]
+THOUGHTS, CAT = EXPECTED["thinking"]["thoughts"]["messages"], "The cat."
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "expected"),
+    [
+        (TEXTS["alternating"], SEVERAL, [f" {x} " for x in (CAT, f"On the mat.\n\n{CAT}", CAT)]),
+        (TEXTS["thinking"], THOUGHTS, [CAT, "<think>\nIt is.\n</think>\n\nSure."]),
+        # An empty answer ends where the template writes its end.
+        (TEXTS["thinking"], talk("A", "", "B", "C"), ["", "<think>\n\n</think>\n\nC"]),
+        # The prompt's thought is not in the answers, even if they begin like it.
+        *(
+            (TEXTS["turns"] + THINK, talk("Who?", *both), both[::2])
+            for both in (("The cat.", "Where?", "<th>."), ("a", "Is?", "a"), ("assistant", "", "<"))
+        ),
+        (TAGGED + THINK, [*talk("Who?"), CALL, *talk("Who?", "It.")], ["<tool>find", "It."]),
+        # The first message counts in its place, and not where its text recurs.
+        *(
+            (TEXTS["turns"], [*talk("", x)[1:], *talk("kind.", x, "assistant", "Be")], [x, x, "Be"])
+            for x in ("kind.", "", "assistant", "Be")
+        ),
+    ],
+)
+def test_only_answers_and_their_ends_are_trained_on(written, text, messages, expected):
+    end = END if text == TEXTS["alternating"] else TURN_END
+    conversation = written(text).conversation(messages)
+    assert answers_of(conversation) == [x + end for x in expected]
 
 
 def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(written):
@@ -148,20 +147,13 @@ def test_an_answers_end_does_not_depend_on_how_the_last_message_is_written(writt
         assert turns == [2, 4, 6]
 
 
-@pytest.mark.parametrize("text", ["kind.", "", "assistant", "Be"])
-def test_the_first_message_is_trained_on_in_its_place_and_not_where_its_text_recurs(template, text):
-    turns = [{"role": "assistant", "content": text}, *talk("kind.", text, "assistant", "Be")]
-    conversation = template("turns").conversation(turns)
-    assert answers_of(conversation) == [text + TURN_END, text + TURN_END, f"Be{TURN_END}"]
-
-
 @pytest.mark.parametrize("name", ["turns", "marked"])
 @pytest.mark.parametrize("field", ["weight", "Loss-Weight", "train", "loss_mask", "isTrainable"])
-def test_an_answer_with_weight_zero_is_not_trained_on(tmp_path, template, name, field):
+def test_an_answer_with_weight_zero_is_not_trained_on(tmp_path, written, name, field):
     turns = talk("Who?", "A dog.", "Sure?", "The cat.", "Really?", "Yes.")
     turns[1][field], turns[3][field], turns[2][field] = 0, 1.0, False
     path = write(tmp_path / "a.jsonl", turns)
-    [conversation] = Conversations(template(name)).read(path)
+    [conversation] = Conversations(written(TEXTS[name])).read(path)
     assert answers_of(conversation) == [f"The cat.{TURN_END}", f"Yes.{TURN_END}"]
     assert "A dog." in conversation.text
     assert field not in conversation.text
@@ -174,21 +166,6 @@ def test_a_template_that_marks_answers_together_cannot_leave_out_an_answer(writt
     assert chat_template.conversation(talk("a", "b", "c", "d")).answers == [(0, 4)]
     with pytest.raises(ConversationError, match=r"has 1 `{% generation %}` for 2 answers"):
         chat_template.conversation(talk("a", "b", "c", "d"), skipped=[1])
-
-
-def test_arguments_of_calls_are_objects_in_templates(tmp_path, written, template):
-    call = {"name": "look", "arguments": '{"in": ["the bin"], "n": 1}'}
-    turns = [*talk("Where?"), {"role": "assistant", "tool_calls": [{"function": call}]}]
-    path = write(tmp_path / "a.jsonl", turns)
-    [conversation] = Conversations(template("turns")).read(path)
-    parsed = call | {"arguments": json.loads(call["arguments"])}
-    assert json.loads(answers_of(conversation)[0][len("\ncall ") : -len(TURN_END)]) == parsed
-    text_alone = (
-        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}<|turn_end|>{% endfor %}"
-    )
-    [conversation] = Conversations(written(text_alone)).read(path)
-    assert answers_of(conversation) == [f"look {call['arguments']}{TURN_END}"]
 
 
 def test_a_folders_template_can_be_in_one_of_several_files(tmp_path, tokenizer):
@@ -306,22 +283,14 @@ def test_a_prompt_follows_the_template_with_a_system_message(tmp_path, tokenizer
         generate.read_prompt(options, tokenizer)
 
 
-def written_as(text, roles="true"):
-    """Returns a template that writes a text in each turn of some roles."""
-    turn = "<|turn|>{{ m.role }}\n" + text + "<|turn_end|>\n"
-    turns = "{% for m in messages %}{% if " + roles + " %}" + turn + "{% endif %}{% endfor %}"
-    return turns + "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-
-
-CONTENT = written_as("{{ m.content }}")
-CALLS = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.name }}CALL{% endfor %}"
+CALLED = "m.tool_calls or []"
+CALLS = "{{ m.content }}{% for c in " + CALLED + " %}{{ c.name }}CALL{% endfor %}"
 ARGUMENTS = CALLS.replace(
     "CALL", "{% for k, v in c.arguments.items() %} {{ k }}={{ v }}{% endfor %}"
 )
 GIVEN = CALLS.replace("CALL", " {{ c.arguments }}")
 LOOK = {"name": "look", "arguments": {"in": "it", "deep": {"er": ["a", 3]}, "n": 2, "new": True}}
 ZERO = {"name": "look", "arguments": {"n": 0}}
-FIND = {"name": "find", "arguments": {}}
 
 
 def called(*calls):
@@ -330,46 +299,44 @@ def called(*calls):
     return [*talk("look in it"), answer, {"role": "tool", "content": "it"}, *talk("it", "it")]
 
 
+LOOKS, SOME = called(LOOK), "(m.tool_calls or [])"
+SYSTEM = [{"role": "system", "content": "it"}, *talk("it", "it")]
+
+
+def with_values(value):
+    """Returns a template of calls in which an expression replaces each argument's value."""
+    return ARGUMENTS.replace("{{ v", "{{ v " + value)
+
+
 @pytest.mark.parametrize(
-    ("text", "messages", "tools", "match"),
+    ("text", "roles", "messages", "match"),
     [
-        (
-            written_as("{{ m.content }}", "m.role != 'system'"),
-            None,
-            None,
-            r"`content` of message 1",
-        ),
-        (written_as("{{ m.content }}", "m.role != 'tool'"), called(LOOK), None, "`tool_calls`"),
-        (written_as(ARGUMENTS, "m.role != 'tool'"), called(LOOK), None, "`content` of message 3"),
-        (written_as(ARGUMENTS, "loop.last or m.content != 'it'"), called(), None, "`content` of m"),
-        ("{{ tools | tojson }}" + CONTENT, called(LOOK), [LOOK], "`tool_calls` of message 2"),
-        (
-            written_as(CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")),
-            called(LOOK, LOOK),
-            None,
-            "`tool_calls` of m",
-        ),
-        (written_as(CALLS.replace("CALL", "")), called(LOOK), None, "message 2 .*: 'it'"),
-        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is string")), called(LOOK), None, "'a'"),
-        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v is not number")), called(LOOK), None, "2"),
-        (written_as(ARGUMENTS.replace("{{ v", "{{ v if v != true")), called(LOOK), None, "True"),
-        (written_as(ARGUMENTS.replace("{{ v", "{{ v or ''")), called(ZERO), None, "'0'"),
-        (written_as("{{ m.content[:5] }}"), talk("A question", "Yes"), None, "message 1 .*'A que"),
-        (written_as("{{ m.content | length }}"), talk("10", "2"), None, "message 1 .*'10'"),
-        (written_as("{{ m.content.split('</think>')[1] }}"), talk("a</think>b", "c"), None, "1"),
-        (CONTENT, called(), [FIND], "skips `tools`: 'find'"),
-        (
-            written_as(ARGUMENTS.replace("m.tool_calls or []", "(m.tool_calls or [])[::-1]")),
-            called(LOOK, FIND)[:2],
-            None,
-            "order",
-        ),
+        ("{{ m.content }}", "m.role != 'system'", SYSTEM, "`content` of message 1"),
+        ("{{ m.content }}", "m.role != 'tool'", LOOKS, "`tool_calls`"),
+        (ARGUMENTS, "m.role != 'tool'", LOOKS, "`content` of message 3"),
+        (ARGUMENTS, "loop.last or m.content != 'it'", called(), "`content` of m"),
+        (CALLS.replace(CALLED, SOME + "[:1]"), "true", called(LOOK, LOOK), "`tool_calls` of m"),
+        (CALLS.replace("CALL", ""), "true", LOOKS, "message 2 .*: 'it'"),
+        (with_values("if v is string"), "true", LOOKS, "'a'"),
+        (with_values("if v is not number"), "true", LOOKS, "2"),
+        (with_values("if v != true"), "true", LOOKS, "True"),
+        (with_values("or ''"), "true", called(ZERO), "'0'"),
+        ("{{ m.content[:5] }}", "true", talk("A question", "Yes"), "message 1 .*'A que"),
+        ("{{ m.content | length }}", "true", talk("10", "2"), "message 1 .*'10'"),
+        ("{{ m.content.split('</think>')[1] }}", "true", talk("a</think>b", "c"), "1"),
+        (ARGUMENTS.replace(CALLED, SOME + "[::-1]"), "true", called(LOOK, FIND)[:2], "order"),
     ],
 )
-def test_a_template_that_skips_a_part_is_rejected(text, messages, tools, match):
-    messages = messages or [{"role": "system", "content": "it"}, *talk("it", "it")]
+def test_a_template_that_skips_a_part_is_rejected(text, roles, messages, match):
     with pytest.raises(ConversationError, match=match):
-        ChatTemplate(text, {}, (), "here").conversation(messages, tools)
+        ChatTemplate(written_as(text, roles), {}, (), "here").conversation(messages)
+
+
+def test_a_template_that_skips_a_tool_or_writes_a_call_only_as_a_tool_is_rejected(written):
+    with pytest.raises(ConversationError, match="`tool_calls` of message 2"):
+        written("{{ tools | tojson }}" + CONTENT).conversation(LOOKS, [LOOK])
+    with pytest.raises(ConversationError, match="skips `tools`: 'find'"):
+        written(CONTENT).conversation(called(), [FIND])
 
 
 @pytest.mark.parametrize(

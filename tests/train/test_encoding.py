@@ -8,7 +8,6 @@ import pytest
 from tests.train.scripts import records, write
 from train.huggingface.chat_template import ChatTemplate
 from train.tasks import answers, encoding, language
-from train.tasks.batches import DataError
 
 CHAT = ChatTemplate("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", {}, (), "here")
 
@@ -88,13 +87,3 @@ def test_examples_do_not_depend_on_the_chunks(tmp_path, monkeypatch, decoder, ki
     expected = task_of(kind, path, decoder)
     monkeypatch.setattr(encoding, "CHUNK_TEXTS", 1)
     assert_same(task_of(kind, path, decoder), expected)
-
-
-def test_a_full_disk_raises_an_error_that_names_the_remedy(
-    tmp_path, monkeypatch, decoder, small_disk
-):
-    path, disk = file_of("language", tmp_path, 40), small_disk("40k")
-    monkeypatch.setattr("tempfile.tempdir", str(disk))
-    with pytest.raises(DataError, match=rf"written to {disk}: .*No space.* set TMPDIR"):
-        task_of("language", path, decoder)
-    assert not [*disk.iterdir()]

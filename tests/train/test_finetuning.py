@@ -101,13 +101,9 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
     folder = write_model(tmp_path / "origin", "bert")
     for changed, expected in (
         ({"model": None}, "`model`: must be a path for classification"),
-        ({"task": "standard_library"}, "`model`: must be left out for standard_library"),
         ({"task": "language"}, "the task language needs a decoder, such as a Llama or Qwen"),
-        ({"data": "nowhere"}, "nowhere"),
-        ({"micro_batches": 3}, "`micro_batches`: must be a number that divides batch_size, 4"),
         ({"sequence_length": 600}, "`sequence_length`: 600 exceeds the 20 positions of the model"),
         ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; otherwise"),
-        ({"validation_share": 1.0}, "must be a share above 0 and below 1"),
     ):
         settings = {"model": str(folder), "steps": 2} | glue(tmp_path) | changed
         settings = {name: value for name, value in settings.items() if value is not None}
@@ -251,7 +247,7 @@ def trained(sources, steps, folder):
 @pytest.mark.parametrize(
     ("name", "steps", "optimizer"),
     # A vocabulary in parts, a head that is the embedding, and classes. Muon's labels go by path.
-    [("llama2", 3, "adamw"), ("llama2", 3, "muon"), ("qwen2", 0, "sgd"), ("bert", 3, "muon")],
+    [("llama2", 3, "adamw"), ("qwen2", 0, "sgd"), ("bert", 3, "muon")],
 )
 def test_a_layerwise_run_equals_the_optimizer_on_the_device(
     tmp_path, monkeypatch, name, steps, optimizer

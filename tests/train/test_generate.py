@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from tests.compilations import times_compiled
-from tests.hf_models import FIXTURES, assert_close, change_config, change_tensors, load, write_model
+from tests.hf_models import FIXTURES, assert_close, change_config, load, write_model
 from train import Failure, generate
 from train.cli.settings import DataSettings, task_name
 from train.huggingface.tokenizer import read_tokenizer
@@ -137,18 +137,6 @@ def test_a_continuation_ends_at_an_end_token_or_at_the_last_position(folder, tmp
     assert err.startswith("error: `prompt`: must have 1 to 9")
 
 
-def test_a_mistake_ends_the_command_with_one_message(folder, capsys):
-    for arguments, expected in (
-        (["--max-tokens", 0], "`max_tokens`: must be a finite number of at least 1, but is 0"),
-        (["--top-p", 1.5], "`top_p`: must be"),
-        (["--prompt", "a"], "unknown option --prompt. Write only its value"),
-    ):
-        code, out, err = run(capsys, "the cat", *["--model", folder], *arguments)
-        assert (code, out) == (2, "")
-        assert err.startswith("error: ")
-        assert expected in err
-
-
 def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys, monkeypatch):
     folder = write_model(tmp_path / "model", "bert")
     origin, graphdef, params = load(folder)
@@ -173,15 +161,3 @@ def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys,
     pairs = task_name(DataSettings(task="classification", second_text_column="b"))
     change_config(folder, zenflow_task=pairs)
     assert f"trained on pairs of texts ({pairs})" in run(capsys, "--model", folder, "a cat")[2]
-
-
-def test_folders_without_a_head_or_a_tokenizer_are_rejected(tmp_path, capsys):
-    def refusal(folder):
-        code, out, err = run(capsys, "--model", folder, "the cat")
-        assert (code, out) == (2, "")
-        return err
-
-    encoder = write_model(tmp_path / "encoder", "bert")
-    change_tensors(encoder, lambda of: {n: x for n, x in of.items() if "classifier" not in n})
-    assert "(bert) has no classification head" in refusal(encoder)
-    assert "tokenizer.json" in refusal(FIXTURES / "llama2")

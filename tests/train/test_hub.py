@@ -7,8 +7,6 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 
 from tests.hf_models import write_model
-from train.huggingface.config import ModelError
-from train.huggingface.hub import model_folder
 from train.huggingface.loading import read_folder
 from train.plan.planning import folder_of_config
 
@@ -31,17 +29,6 @@ def test_a_name_is_a_folder_in_the_hubs_cache_unless_a_local_folder_has_that_nam
     assert folder_of_config("org/name").config == read_folder(cache).config
     shutil.copytree(cache, tmp_path / "org" / "name")
     assert read_folder("org/name").folder.absolute() == tmp_path / "org" / "name"
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_model_missing_from_the_cache_is_named_and_a_wrong_path_is_not_requested(tmp_path):
-    with pytest.raises(ModelError, match=r"org/other is neither a folder.*LocalEntryNotFound"):
-        read_folder("org/other")
-    (tmp_path / "runs").mkdir()
-    for path in ("runs/modl", "modl", "a/b/c"):
-        assert str(model_folder(path)) == path
-        with pytest.raises(ModelError, match="does not exist"):
-            read_folder(path)
 
 
 def test_a_download_contains_no_pickles_and_a_plan_requests_only_the_config(tmp_path, monkeypatch):

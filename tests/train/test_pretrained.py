@@ -4,8 +4,6 @@
 `make_fixtures.py`. No test needs either.
 """
 
-from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +11,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file
 
 from elves import atomic
@@ -36,8 +33,6 @@ from train.huggingface import saving
 from train.huggingface.loading import ModelError, load_weights, newly_drawn, read_folder
 from train.huggingface.saving import dtype_of, save_folder
 from train.huggingface.tensors import transpose
-from train.model.attention import attention
-from train.model.blocks import Stacked, linear
 from train.model.decoder import LinearRope, Llama3Rope
 
 
@@ -61,27 +56,6 @@ def test_low_precision_is_used_and_not_promoted(name, scan_layers):
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
         logits = jax.eval_shape(lambda p: outputs(name, graphdef, p), shapes)
     assert logits.dtype == jnp.float32
-
-
-def test_attention_that_stores_all_scores_on_a_gpu_is_reported_with_the_reason(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    reason = pytest.warns(UserWarning, match="does not support these arrays")
-    for dtype, warns in ((jnp.bfloat16, reason), (jnp.float32, nullcontext())):
-        x = jax.ShapeDtypeStruct((1, 8, 2, 12), dtype)  # cuDNN requires multiples of 8
-        with warns, jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
-            jax.eval_shape(partial(attention, causal=True), x, x, x)
-
-
-def test_new_weights_are_equal_with_and_without_scan():
-    def block(rngs):
-        return linear(3, 2, bias=True, rngs=rngs, param_dtype=jnp.float32, dtype=jnp.float32)
-
-    three = SimpleNamespace(layers=3)
-    models = (Stacked(three, block, scan_layers=scan, rngs=nnx.Rngs(0)) for scan in (False, True))
-    listed, stack = (nnx.as_pure(nnx.split(model)[1])["blocks"] for model in models)
-    kernels = [listed[i]["kernel"] for i in range(3)]
-    np.testing.assert_array_equal(stack["kernel"], np.stack(kernels))
-    assert not np.array_equal(kernels[0], kernels[1])
 
 
 @pytest.mark.parametrize("saved", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.hf_models import LLAMA3, change_config, change_tensors, copied
+from tests.hf_models import change_config, change_tensors, copied
 from train.huggingface.loading import ModelError, read_folder
 
 
@@ -16,7 +16,6 @@ def assert_rejected(folder, *words):
     assert not missing, f"{missing} not in: {caught.value}"
 
 
-LOW_IS_HIGH = LLAMA3 | {"high_freq_factor": 1.0}
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 FULL, SLIDING = "full_attention", "sliding_attention"
 MIXED_LAYERS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": [FULL, SLIDING]}
@@ -26,16 +25,11 @@ MIXED_LAYERS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": 
     ("name", "changes", "words"),
     [
         ("llama2", {"model_type": "gpt2"}, "`model_type` llama 'gpt2'"),
-        ("llama2", {"model_type": ["llama"]}, "`model_type` llama ['llama']"),
         ("llama2", {"hidden_act": "gelu"}, "`hidden_act` 'silu' 'gelu'"),
         ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
-        ("llama2", {"hidden_size": None}, "`hidden_size` missing"),
         ("llama2", {"num_key_value_heads": 3}, "`num_key_value_heads` divisor 4"),
         ("llama2", {"head_dim": 3}, "`head_dim` even"),
-        ("llama2", {"rms_norm_eps": -1.0}, "`rms_norm_eps` -1.0"),
-        ("llama2", {"tie_word_embeddings": 1}, "`tie_word_embeddings` true or false"),
         ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_parameters.rope_type`"),
-        ("llama2", {"rope_parameters": LOW_IS_HIGH}, "rope_parameters.high_freq_factor` more than"),
         ("llama2", {"rope_scaling": {"type": "yarn"}}, "`rope_scaling.type` 'yarn'"),
         ("qwen2", MIXED_LAYERS, "`use_sliding_window` all layers"),
         ("mistral", {"layer_types": [FULL] * 2}, "`layer_types` `sliding_window`, 5"),
@@ -78,36 +72,24 @@ def test_tensors_that_do_not_match_the_config_are_rejected(tmp_path, name, chang
     assert_rejected(folder, folder, *words.split(" "))
 
 
-def test_damaged_missing_and_other_files_are_named(tmp_path):
+def test_damaged_and_missing_files_are_named(tmp_path):
     assert_rejected(tmp_path / "nothing", tmp_path / "nothing", "or org/name on the Hub")
     folder = copied("llama3", tmp_path)
-    assert_rejected(folder / "config.json", folder, "is a file")
     shard, index = folder / "model-00002-of-00002.safetensors", "model.safetensors.index.json"
-
     whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1])
-    assert_rejected(folder, shard, f"{len(whole) - 1} bytes", "Download or copy the file again")
-    for content, kind in ((LFS, "a git-lfs pointer"), (b"", "empty"), (b"<html>", "a web page")):
+    for content, kind in ((whole[:-1], ""), (LFS, "a git-lfs pointer. "), (b"", "empty. ")):
         shard.write_bytes(content)
-        assert_rejected(folder, shard, f"{len(content)} bytes", f"It is {kind}. ")
+        assert_rejected(folder, shard, f"{len(content)} bytes", f"It is {kind}" if kind else kind)
     shard.unlink()
     assert_rejected(folder, shard, "is missing", "Copy it again")
     other = folder / "model-00001-of-00002.safetensors"
     shutil.copyfile(other, shard)
     assert_rejected(folder, folder, "which the model in its config.json needs")
-    for content in ("{}", '{"weight_map": {"a": 5}}'):
-        (folder / index).write_text(content)
-        assert_rejected(folder, folder / index, "`weight_map`")
-    (folder / index).unlink()
-    assert_rejected(folder, folder, "model.safetensors", other.name)
+    (folder / index).write_text('{"weight_map": {"a": 5}}')
+    assert_rejected(folder, folder / index, "`weight_map`")
     shard.unlink()
+    (folder / index).unlink()
     other.rename(folder / "pytorch_model.bin")
     assert_rejected(folder, "pytorch_model.bin", "save_pretrained", folder)
-
-    config = folder / "config.json"
-    config.write_text("[]")
-    assert_rejected(folder, config, "must contain one JSON object")
-    config.write_bytes(LFS)
-    assert_rejected(folder, config, "It is a git-lfs pointer. Run `git lfs pull`")
-    config.unlink()
-    assert_rejected(folder, config, "No such file")
+    (folder / "config.json").write_bytes(LFS)
+    assert_rejected(folder, folder / "config.json", "It is a git-lfs pointer. Run `git lfs pull`")

@@ -24,8 +24,7 @@ PARAMS = {
 
 def updates_of(name, gradients, **options):
     tx = optimizers.make_optimizer(Settings(**OPTIONS, optimizer=name, **options))
-    updates, state = tx.update(gradients, tx.init(PARAMS), PARAMS)
-    return updates, state
+    return jax.jit(tx.update)(gradients, jax.jit(tx.init)(PARAMS), PARAMS)
 
 
 def drawn():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import zenflow_jax
 from tests.train.scripts import TINY, write_config
 from train import finetune
 from train.cli.command_line import load_settings, read_command_line, to_toml
@@ -27,25 +26,17 @@ def config_file(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `?learning_rate"),
+        ("learning_rat = 1e-3", "unknown: --learning-rat=0.001"),
         ('steps = "ten"', "--steps: must be None or INT, but is 'ten'"),
         ("steps = -1", "`steps`: must be a finite number of at least 0"),
-        ("keep_best = 1", "--keep-best/--no-keep-best: ignored explicit argument '1'"),
-        ('data = ["a", "b"]', "`data`: must be a single value"),
-        (
-            'optimizer = "adam"',
-            "--optimizer: must be zenflow.offload.adamw.lion.*sign, but is 'adam'",
-        ),
+        ('optimizer = "adam"', "--optimizer: must be zenflow.offload.*sign, but is 'adam'"),
         ("learning_rate = nan", "`learning_rate`: must be a finite number above 0, but is nan"),
         ("validation_share = 10", "`validation_share`: must be a share.*but is 10"),
         ("b1 = 1.0", "`b1`: must be a share from 0"),
         ("steps = 3\nwidth 4", "the config is not valid TOML: .*line 2"),
         ('run = ".."', "`run`: must be the name of a folder"),
-        ('update_interval = "often"', "--update-interval: .*'often'"),
-        ('stream = "gradients"', "`scan_layers`: must be .* because stream is 'gradients'"),
         ('stream = "weights"', "`optimizer`: must be 'adamw' or .* because stream is 'weights'"),
         ('optimizer = "sgd"\nhost_state = "compact"', "`host_state`: must be float32, because sgd"),
-        ("early_stopping_patience = 3", "`keep_best`: must be True, because early_stopping"),
         ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: must be left out, because"),
     ],
 )
@@ -53,17 +44,6 @@ def test_a_mistake_in_the_file_raises_an_error_with_the_file_and_a_remedy(tmp_pa
     path = config_file(tmp_path, text)
     with pytest.raises(SettingsError, match=f"(?s)^{re.escape(str(path))}.*{expected}"):
         load_settings(path)
-
-
-def test_a_missing_file_raises_an_error_that_suggests_a_similar_name(tmp_path):
-    config_file(tmp_path, "")
-    with pytest.raises(SettingsError, match="cannot be read: No such file.*Did you mean job"):
-        load_settings(tmp_path / "jobb.toml")
-    with pytest.raises(SettingsError, match="config file cannot be read: .*directory"):
-        load_settings(tmp_path)
-    for argv in ([], ["--steps", "3"]):
-        with pytest.raises(SettingsError, match="the first argument must be a config file"):
-            read_command_line(argv, program="train")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
@@ -90,15 +70,11 @@ def test_a_run_cannot_be_started_from_its_settings_in_another_folder(tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
-        (["--train_epochs", "3", "--max_steps", "4"], "--epochs? unknown option --max-steps."),
-        (["extra", "words"], "unexpected argument 'extra words'. Quote texts with spaces"),
-        (["--qqq"], "unknown option --qqq. All options are in"),
+        (["--stepz", "4"], "unknown: --stepz 4. All options are in"),
+        (["extra", "words"], "unknown: extra words"),
         (["--text-column", "body"], "`text_column`: must be text, since standard_library does not"),
-        (["--corpus-megabytes", "1e-6"], "are too few for"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must be in [0, 1]"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
-        (["--host-memory", "-1", "--plan"], "a finite number above 0"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -113,18 +89,6 @@ def test_a_mistake_ends_the_command_with_one_line_and_code_2_and_creates_no_fold
     assert expected in error
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
-
-
-def test_the_version_and_the_help_of_a_plan_need_no_config(capsys, monkeypatch):
-    for command, shown in (
-        ("zenflow-finetune --version", f"zenflow_jax {zenflow_jax.__version__}\n"),
-        ("zenflow-plan --help --plan", "Plans a run's memory and speed"),
-    ):
-        monkeypatch.setattr("sys.argv", command.split())
-        with pytest.raises(SystemExit) as ended:
-            finetune.main()
-        assert not ended.value.code
-        assert shown in capsys.readouterr().out
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):

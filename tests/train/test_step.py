@@ -14,7 +14,7 @@ from train.cli.settings import Settings, SettingsError
 from train.distributed.sharding import committed
 from train.run import models
 from train.run.optimizers import make_optimizer, skip_if_not_finite
-from train.run.step import make_judge, make_train_step, make_validate, of_labels, of_tokens
+from train.run.step import judged, make_train_step, make_validate, of_labels, of_tokens
 from train.tasks import Task, language
 from train.tasks.batches import ROWS, Batches, Sample
 
@@ -193,36 +193,26 @@ def test_a_packed_sequence_has_the_loss_of_its_separate_texts():
     assert abs(loss(params, without_positions) - expected) > 0.01
 
 
-class Biased(nnx.Module):
-    """A classifier whose logits are the first token's number and its negative."""
-
-    def __init__(self):
-        self.scale = nnx.Param(jnp.ones(()))
-
-    def __call__(self, tokens, types, mask):
-        first = tokens[:, 0].astype(jnp.float32) * self.scale[...]
-        return jnp.stack([first, -first], axis=-1)
-
-
-class Labelled:
-    def __init__(self, tokens: list[int], labels: list[int]):
-        self._pairs = list(zip(tokens, labels, strict=True))
-
-    def __len__(self):
-        return len(self._pairs)
+class Labelled(list):
+    """Examples with one token and a label."""
 
     def __getitem__(self, i):
-        token, label = self._pairs[i]
+        token, label = super().__getitem__(i)
         tokens = np.full(1, token, np.int8)
         return {"tokens": tokens, "types": tokens, "mask": tokens, "label": np.int32(label)}
 
 
+def biased(tokens, types, mask):
+    """Returns logits: the first token's number and its negative."""
+    first = tokens[:, 0].astype(jnp.float32)
+    return jnp.stack([first, -first], axis=-1)
+
+
 def test_a_validation_scores_every_example_once():
-    source = Labelled([2, -1, 3], [0, 1, 1])
+    source = Labelled([(2, 0), (-1, 1), (3, 1)])
     task = Task(train=source, validation=source, labels=("a", "b"), checksum=0)
-    graphdef, params = nnx.split(Biased())
     sample = Sample(source, batch_size=2, seed=0)
-    figures = make_validate(make_judge(graphdef, of_labels), task, sample)(nnx.as_pure(params))
+    figures = make_validate(lambda model, x: judged(of_labels(model, x), x), task, sample)(biased)
     # The cross-entropy of two logits that differ by 2 x is log(1 + exp(-2 x)).
     loss = np.log1p(np.exp(-2 * np.array([2.0, 1.0, -3.0]))).mean()
     expected = {"loss": loss, "accuracy": 2 / 3, "macro_f1": 2 / 3, "matthews": 0.5}

@@ -5,7 +5,6 @@ Tokens are compared with one call of the tokenizer per text, on text taken from 
 
 import itertools
 import json
-import sys
 
 import numpy as np
 import pyarrow
@@ -79,10 +78,6 @@ def test_positions_restart_in_each_document_and_its_first_token_is_not_a_target(
         assert example["weights"].tolist() == targets[5 * i + 1 : 5 * i + 6]
     # A single document needs neither positions nor weights.
     assert task.validation[0].keys() == {"tokens"}
-    together = language_task(tmp_path, decoder, length=5, joined=True)
-    assert together.train[1].keys() == {"tokens"}
-    assert joined(together.train) == joined(task.train)
-    assert together.checksum != task.checksum
 
 
 def test_validation_gets_the_longest_documents_end_if_no_document_has_the_size(tmp_path, decoder):
@@ -235,13 +230,6 @@ def test_a_row_equals_a_line_of_json(tmp_path, monkeypatch):
     assert list(places) == [f"{path}, row {i}" for i in range(1, 10)]
 
 
-def test_a_value_that_is_no_text_is_named_with_its_row_and_column(tmp_path):
-    texts = pyarrow.array([b"a", b"b\xff"]).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, row 2, column 'text': .* 0xff"):
-        list(files.records(tmp_path / "a.parquet"))
-
-
 ITEMS = [{"text": "a\u2028\n", "n": [1]}, {"text": "\N{GRINNING FACE} \\ud800", "n": []}]
 
 
@@ -263,16 +251,3 @@ def test_records_do_not_depend_on_the_layout_of_their_file(tmp_path, suffix, con
     path = write(tmp_path / f"a{suffix}", content)
     expected = [f"{path}, {place}" for place in places.split(", ")]
     assert list(files.records(path)) == list(zip(expected, ITEMS, strict=True))
-
-
-def test_an_object_alone_in_its_file_is_a_record(tmp_path):
-    record = {"text": "a", "test_list": ["b"]}
-    for name, content in (("a.json", json.dumps(record, indent=1)), ("b.jsonl", records(record))):
-        path = write(tmp_path / name, content)
-        assert list(files.records(path)) == [(f"{path}, line 1", record)]
-
-
-def test_without_pyarrow_the_error_names_its_installation(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"reading a\.parquet needs pyarrow.* pip install pyarrow"):
-        next(files.records(tmp_path / "a.parquet"))

@@ -64,20 +64,8 @@ def test_config_ids_apply_where_the_tokenizer_names_no_token(tmp_path):
     [
         ("tokenizer.json", None, r"tokenizer\.json does not exist"),
         ("tokenizer.json", "{", r"cannot read a tokenizer from .*tokenizer\.json"),
-        (
-            "tokenizer.json",
-            "version https://git-lfs.github.com/spec/v1",
-            r"\. It is a git-lfs pointer",
-        ),
-        ("tokenizer.json", "", r"\. It is empty\. Download or copy"),
-        (
-            "tokenizer_config.json",
-            '{"a": "\\ud800"}',
-            r"config\.json is not valid JSON .*half of a",
-        ),
         ("tokenizer_config.json", {"eos_token": "</s>"}, r"`eos_token` is '</s>', which"),
         ("tokenizer_config.json", {"eos_token": None, "pad_token": BEGIN}, "no `eos_token` in tok"),
-        ("config.json", '{"bos', r"config\.json is not valid JSON"),
         ("config.json", {"pad_token_id": 10_000}, r"`pad_token_id` must be from 0 to"),
     ],
     ids=str,

@@ -17,10 +17,10 @@ from train import finetune
 from train.cli.command_line import load_settings
 from train.cli.settings import Settings
 from train.run import setup
-from train.run.folder import WRITTEN, new_run_folder
+from train.run.folder import WRITTEN
 from train.run.optimizers import decayed, make_optimizer
 from train.tasks import standard_library
-from zenflow_jax import find_state, planning
+from zenflow_jax import find_state
 
 TINY = scripts.TINY | {"steps": 13, "warmup_steps": 2, "log_every": 4, "update_interval": 2}
 
@@ -167,35 +167,6 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
     assert not list(tmp_path.rglob(".*"))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_picture")
-def test_a_run_that_stops_early_has_its_best_weights_and_resumes_as_if_uninterrupted(
-    tmp_path, capsys, monkeypatch
-):
-    def start(run, losses, *options):
-        figures = ({"loss": loss} for loss in losses)
-        monkeypatch.setattr(setup, "make_validate", lambda *_: lambda _: next(figures))
-        # Validations also save; without early stopping, they would not.
-        settings = {"steps": 18, "save_every": 100, "evaluate_every": 3, "keep_best": True}
-        config = tiny_command(tmp_path, rolling=False, **settings)
-        return finetune.main([*config, "--run", run, *options])
-
-    folder, losses = tmp_path / "runs" / "early", [5.0, 4.0, 1.0, 2.0, 3.0]
-    # The last validation is after the flush.
-    options = ["--early-stopping-patience", "2"]
-    assert start("early", [*losses, 3.5], *options) == 0
-    figures = summary(folder)
-    assert (figures["steps"], figures["best_step"]) == (12, 6)
-    assert figures["validation_after"] == {"loss": 3.5}
-    assert "stopping after step 12: no improvement in 2 validations" in capsys.readouterr().out
-    assert_weights_of_checkpoint(folder, 6, folder)
-    assert start("early", [], *options) == 0
-    assert "Pass a larger --early-stopping-patience" in capsys.readouterr().out
-    assert start("early", [0.5, 0.0]) == 0
-    assert start("whole", [*losses, 0.5, 0.0]) == 0
-    assert not kill_test.differences(folder, tmp_path / "runs" / "whole")
-
-
 def assert_weights_of_checkpoint(run, step, where):
     arrays = kill_test.final_arrays(run / "checkpoints" / str(step))
     for name, x in load_file(where / "model.safetensors").items():
@@ -210,25 +181,3 @@ def test_a_folder_with_files_that_are_not_runs_is_not_written_to(tmp_path, capsy
     expected = f"`run`: {folder} contains loss.png, but no checkpoints to resume from"
     assert expected in capsys.readouterr().err
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("loss.png", "precious")]
-
-
-def test_every_run_gets_its_own_folder_with_the_next_number(tmp_path):
-    runs = tmp_path / "runs"
-    (runs / "010-adamw").mkdir(parents=True)
-    (runs / "notes").mkdir()
-    made = [new_run_folder(runs, label).name for label in ("zenflow", "zenflow", "adamw")]
-    assert made == ["011-zenflow", "012-zenflow", "013-adamw"]
-
-
-def test_only_an_error_that_settings_can_fix_hides_its_traceback(tmp_path, monkeypatch, capsys):
-    def engine(*_, **__):
-        raise error
-
-    monkeypatch.setattr("zenflow_jax.HostEngine", engine)
-    command = tiny_command(tmp_path)
-    error = planning.UnfitRunError("too little memory.")
-    assert finetune.main(command) == 2
-    assert capsys.readouterr().err.endswith("error: too little memory.\n")
-    error = ValueError("a mistake in the script")
-    with pytest.raises(ValueError, match="a mistake in the script"):
-        finetune.main(command)

@@ -41,22 +41,12 @@ def shardings_of(leaf, *shape):
 def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
     mesh = sharding.make_mesh
     for call, words in (
-        (lambda: mesh(""), "^`mesh`: needs `axis=size` pairs.*but has ''"),
         (lambda: mesh("data=0"), "^`mesh`: needs `axis=size` pairs.*but has 'data=0'"),
         (lambda: mesh("tensr=1"), "needs only the axes data, fsdp, tensor, but has `tensr`"),
-        (lambda: mesh("data=1,data=1"), "^`mesh`: needs every axis once, but has `data` twice"),
         (lambda: mesh("data=64,fsdp=3"), r"needs .* of devices, here \d+ .* the product 192"),
-        (
-            lambda: shardings_of("a/up/kernel", 4, 4),
-            "`fsdp` that divides .*but has fsdp=3",
-        ),
+        (lambda: shardings_of("a/up/kernel", 4, 4), "`fsdp` that divides .*but has fsdp=3"),
         (lambda: shardings_of("bias", 4), r"`bias`.* needs a rule in .*, but has none"),
-        (
-            lambda: shardings_of("norm/scale", 4, 4),
-            r"`norm/scale`.* rule .* has \(None,\)",
-        ),
         (lambda: Launch(processes=2), "--processes is not enough. Pass .* together"),
-        (lambda: Launch(coordinator="a", processes=2, process=0), "must be HOST:PORT, but is a"),
         (lambda: Launch(coordinator="a:1", processes=2, process=2), "below --processes 2, .*is 2"),
     ):
         with pytest.raises(SettingsError, match=words):

@@ -16,7 +16,7 @@ MAY_CHANGE = frozenset(
     "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
     "prefetch_bytes send_gradients layer_inputs layer_updates mesh remat stream log_every "
     "evaluate_every save_every keep keep_best output_dir run report_to "
-    "max_skipped b1 b2 eps early_stopping_patience".split()
+    "max_skipped b1 b2 eps".split()
 )
 
 # Settings that determine the weights' purpose and layout, and which weights are best.
@@ -34,8 +34,6 @@ def description(
     fixed["stream"] = settings["stream"]
     if settings["optimizer"] in ON_DEVICE:  # a `HostEngine` converts moments
         fixed["host_state"] = settings["host_state"]
-    if settings["task"] != "language":
-        del fixed["packing"]
     # Labels are not compared, because the data determines them; the mesh may change.
     rest = {"labels": list(labels), "data": data, "mesh": settings["mesh"]}
     return {**description_of_model(fixed, config), **rest}

@@ -2,7 +2,7 @@
 
     checkpoints/300/state   parameters and optimizer state, by orbax, without mail
     checkpoints/300/engine  the engine's state, written from its own memory
-    checkpoints/300/run     step, settings, array names, unfinished metrics (JSON)
+    checkpoints/300/run     step, settings, array names, metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file in these folders
     checkpoints/damaged-400   a damaged checkpoint, which is ignored
 

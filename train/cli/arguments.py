@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import inspect
 import math
 import re
@@ -84,28 +83,12 @@ def read_arguments(
     # Names with underscores also work.
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
     values, unknown = parser.parse_known_args(words)
-    if names := [x for x in unknown if x.startswith("-")]:
-        known = [x.replace("_", "-") for x in vars(values) if x not in positional]
-        remedies = [
-            " Write only its value." if x[2:] in positional else did_you_mean(x, known, prefix="--")
-            for x in names
-        ]
-        problems = [f"unknown option {x}.{y}" for x, y in zip(names, remedies, strict=True)]
-        raise ArgumentError(f"{' '.join(problems)} All options are in {program} --help")
     if unknown:
         raise ArgumentError(
-            f"unexpected argument {' '.join(unknown)!r}. Quote texts with spaces. All options are "
-            f"in {program} --help"
+            f"unknown: {' '.join(unknown)}. All options are in {program} --help. Quote a text with "
+            "spaces."
         )
     return _build(kind, vars(values))
-
-
-def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
-    """Returns a question that suggests similar `known` names; "" if none is similar."""
-    # The name may be an option, a key in a file, or `--name=value`.
-    name = name.removeprefix("--").partition("=")[0]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(f'{prefix}{x}' for x in near)}?" if near else ""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -84,9 +84,6 @@ class DataSettings(_Group):
     second_text_column: str | None = option(None, "Pairs' second column.", tasks="classification")
     label_column: str = option("label", "Column with the label.", tasks="classification")
     chat_template: File | None = option(None, "Jinja template. Default: the model's.", tasks="chat")
-    packing: Literal["separate", "joined"] = option(
-        "separate", "joined: texts in one sequence attend to each other.", tasks="language"
-    )
     validation_share: float = option(
         0.1, "Share to validate on, without validation files (val*, dev*).", tasks=_ALL
     )
@@ -202,9 +199,6 @@ class OutputSettings(_Group):
     keep: int = option(2, "Number of newest checkpoints to keep.", above=0)
     keep_best: bool = option(False, "Keep the checkpoint with the best metric; write its weights.")
     best: str | None = option(None, "Metric to compare, such as macro_f1. Default: the task's.")
-    early_stopping_patience: int | None = option(
-        None, "Stop after this many validations in a row without improvement.", above=0
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,10 +264,6 @@ class Settings(OutputSettings, StepSettings, DataSettings):
         self._check("run", bool(is_name), folder)
         divisor = f"a number that divides batch_size, {self.batch_size}"
         self._check("micro_batches", self.batch_size % self.micro_batches == 0, divisor)
-        if self.early_stopping_patience is not None:
-            wanted = "{}, because early_stopping_patience is set"
-            self._check("keep_best", self.keep_best, wanted.format("True"))
-            self._check("save_every", self.save_every > 0, wanted.format("a number above 0"))
         for name, values in _STREAM_SETTINGS[self.stream].items():
             allowed = f"{' or '.join(map(repr, values))}, because stream is {self.stream!r}"
             self._check(name, getattr(self, name) in values, allowed)

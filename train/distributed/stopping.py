@@ -1,23 +1,19 @@
 """Handles signals that stop a run: the run saves a checkpoint, and prints how to resume.
 
-Python runs a handler only once the main thread has finished compiling or waiting for the device. To
-respond at once, a separate thread receives signals through the pipe of `signal.set_wakeup_fd`.
-
-If there is nothing to save, or on a second signal, the process exits at once. With several
-processes, a signal to any of them is enough; jax then finds a step after which all can stop.
-SIGUSR1 is treated as SIGTERM, because many batch scripts send it before a time limit.
+The first signal stops the run after a step, and a second one ends the process at once, as does any
+signal while there is nothing to save. With several processes, a signal to any of them is enough:
+jax, which handles SIGTERM there, finds a step after which all can stop. SIGUSR1 is treated as
+SIGTERM, because many batch scripts send it before a time limit.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import signal
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -40,45 +36,28 @@ class Interrupted(Exception):
 class StopRequest:
     """Receives SIGTERM, SIGUSR1 and SIGINT. Use it in a `with` block on the main thread."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
+    def __init__(self):
         self._number: int | None = None
-        self._nothing_to_save: str | None = "no step has finished since the start"
-        self._lock = threading.Lock()  # guards the two attributes above
-        self._before = {}
 
     def __enter__(self) -> StopRequest:
         self._alone = jax.process_count() == 1
-        self._pipe, self._end = os.pipe()
-        os.set_blocking(self._end, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
-        # With several processes, jax handles SIGTERM, and its service informs the others.
-        self._sigterm_handler = _swapped_handler(signal.SIGTERM)
-        for number in self.SIGNALS:
-            self._before[number] = signal.signal(number, _do_nothing)
-        threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
+        numbers = (signal.SIGUSR1, signal.SIGINT, *[signal.SIGTERM] * self._alone)
+        self._before = {number: signal.getsignal(number) for number in numbers}
+        self._set(signal.SIG_DFL)
         return self
 
     def __exit__(self, *exception) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # None: not set from Python
-                signal.signal(number, handler)
-        _swapped_handler(signal.SIGTERM, self._sigterm_handler)  # jax's, for the process's next run
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._end)  # ends the thread
+            signal.signal(number, handler)
 
     def begin(self) -> None:
         """Records that there are now steps to save."""
-        with self._lock:
-            self._nothing_to_save = None
+        self._set(self._handle)
 
-    def end(self, reason: str) -> int | None:
-        """Records why no steps are left to save; returns an earlier signal, if any."""
-        with self._lock:
-            self._nothing_to_save = reason
-            return self._number if self._alone else None
+    def end(self) -> int | None:
+        """Records that no steps are left to save; returns an earlier signal, if any."""
+        self._set(signal.SIG_DFL)
+        return self._number if self._alone else None
 
     def after(self, step: int) -> int | None:
         """Returns the signal that ends the run after `step`, or None; the same in every process."""
@@ -88,49 +67,27 @@ class StopRequest:
 
     def check(self) -> None:
         """Raises `Interrupted` if the run must stop; several processes agree on a step instead."""
-        if self._alone and self._number is not None and self._nothing_to_save is None:
+        if self._alone and self._number is not None:
             raise Interrupted
 
-    def _listen(self) -> None:
-        while received := os.read(self._pipe, 1):
-            if received[0] in self.SIGNALS:
-                self._handle(received[0])
-        os.close(self._pipe)
+    def _set(self, handler: Any) -> None:
+        """Sets the handler of all signals; the default handler ends the process."""
+        for number in self._before:
+            is_default = handler == signal.SIG_DFL and number == signal.SIGUSR1
+            signal.signal(number, _as_sigterm if is_default else handler)
 
-    def _handle(self, number: int) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._set(signal.SIG_DFL)
         name = signal.Signals(number).name
-        if number == signal.SIGUSR1:
-            number = signal.SIGTERM
-        with self._lock:
-            first, self._number = self._number is None, self._number or number
-            reason = self._nothing_to_save
-        if not first:
-            _exit_now(number, f"aborted by {name}; the last checkpoint is unchanged")
-        if reason is not None:
-            _exit_now(number, f"stopped by {name}: {reason}")
-        self._say(f"{name}: stopping after this step and saving; send another signal to abort")
+        line = f"{name}: stopping after this step and saving; send another signal to abort\n"
+        os.write(2, line.encode())  # `print` cannot be called while the main thread prints
+        self._number = signal.SIGTERM if number == signal.SIGUSR1 else number
         if not self._alone:
-            own = _swapped_handler(signal.SIGTERM, self._sigterm_handler)
-            # The handler runs on this thread, before this call returns.
             signal.raise_signal(signal.SIGTERM)
-            _swapped_handler(signal.SIGTERM, own)
 
 
-def _swapped_handler(number: int, new: ctypes.Array | None = None) -> ctypes.Array:
-    """Returns a signal's handler and sets `new`; `signal` cannot restore a C handler."""
-    old = ctypes.create_string_buffer(256)  # a `struct sigaction` has 152 bytes in glibc
-    ctypes.CDLL(None).sigaction(number, new, old)
-    return old
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Does nothing; Python writes to the pipe only if there is a Python handler."""
-
-
-def _exit_now(number: int, line: str) -> None:
-    # Avoids `sys.stderr` and a normal exit, because the main thread may hold their locks.
-    os.write(2, f"{line}\n".encode())
-    os._exit(128 + number)
+def _as_sigterm(number: int, _: FrameType | None) -> None:
+    signal.raise_signal(signal.SIGTERM)
 
 
 def how_to_resume(signal_number: int, step: int, folder: Path) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +56,8 @@ class Meter:
 
     Call `start` when the first steps are compiled and finished, `step` after every step and its
     exchange, `drain` and `finish` after the last step. A resumed run passes its `steps_done` and
-    `state`. `max_skipped` skipped steps in a row raise an error that contains the `remedy`.
+    `state`, which contains all earlier rows. `max_skipped` skipped steps in a row raise an error
+    that contains the `remedy`.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class Meter:
         steps_done: int = 0,
         state: Mapping[str, Any] | None = None,
     ):
-        state = state or {"unread": [], "skipped": 0}
+        state = state or {"rows": [], "unread": [], "skipped": 0}
         self._log_every, self._stats = log_every, stats
         self._max_skipped, self._remedy = max_skipped, remedy
+        self.rows = [Row(*row) for row in state["rows"]]
         self._unread = deque(UnreadStep(*step) for step in state["unread"])
         self._steps_read, self._tokens_read = steps_done - len(self._unread), 0
         self._skipped: int = state["skipped"]  # up to the last row
@@ -123,7 +125,7 @@ class Meter:
     def state(self) -> dict[str, Any]:
         """Returns the state for a resumed run, as JSON. Blocks until all steps are finished."""
         unread = [(float(x.loss), int(x.skipped)) for x in jax.device_get(list(self._unread))]
-        return {"unread": unread, "skipped": self._skipped}
+        return {"rows": [*self.rows], "unread": unread, "skipped": self._skipped}
 
     def since_start(self) -> Totals:
         return _totals(self._started, self._mark())
@@ -165,7 +167,9 @@ class Meter:
         self._last_two.append(mark)
         loss = sum(losses) / len(losses) if losses else math.nan
         skipped = self._skipped - before
-        return Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
+        row = Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
+        self.rows.append(row)
+        return row
 
     def _mark(self) -> tuple[int, float, float]:
         """Returns the tokens, time and waits so far."""
@@ -179,15 +183,6 @@ class Meter:
 def _totals(start: tuple[int, float, float], end: tuple[int, float, float]) -> Totals:
     tokens, seconds, waited_s = (x - y for x, y in zip(end, start, strict=True))
     return Totals(seconds, tokens / seconds if tokens else None, waited_s / seconds)
-
-
-def has_stalled(values: Sequence[float], patience: int | None, *, larger_is_better: bool) -> bool:
-    """Returns whether none of the last `patience` values is better than the best before them."""
-    if patience is None or len(values) <= patience:
-        return False
-    sign = 1 if larger_is_better else -1
-    scores = [-math.inf if math.isnan(value) else sign * value for value in values]
-    return max(scores[-patience:]) <= max(scores[:-patience])
 
 
 def check_finite(figures: Mapping[str, float], remedy: str) -> None:

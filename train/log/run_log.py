@@ -6,7 +6,7 @@
 
 With `--report-to`, both are also sent to Trackio or Weights & Biases.
 
-A resumed run drops the rows after its checkpoint, and writes them again.
+A resumed run writes the rows up to its checkpoint, from the checkpoint, and continues.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
-import importlib.util
-import itertools
+import importlib
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from elves.atomic import atomic_path
-from train.cli.settings import SettingsError
 from train.log.meter import Row
 
 # A tracker with `log(figures, step)`, for finite values by name (`train/loss`), and `finish()`.
@@ -36,7 +34,7 @@ Reporter = Any
 class RunLog:
     """Sends metrics to the screen, the CSV files and a tracker. Use it in a `with` block.
 
-    `rows`, from `read_rows`, and `validations` are from earlier starts.
+    `rows` and `validations` are from earlier starts.
     """
 
     def __init__(
@@ -49,8 +47,7 @@ class RunLog:
         rows: Sequence[Row] = (),
         validations: Sequence[tuple[int, Mapping[str, float]]] = (),
     ):
-        self.rows, self._steps = list(rows), steps
-        self._console, self._reporter = console, reporter
+        self._steps, self._console, self._reporter = steps, console, reporter
         self._metrics, self._validations = folder / "metrics.csv", folder / "validation.csv"
         # Atomic, so that a run that is killed here keeps the old files.
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
@@ -74,7 +71,6 @@ class RunLog:
         show(self._console, line)
 
     def add(self, row: Row) -> None:
-        self.rows.append(row)
         _append(self._metrics, [row])
         self._report("train", row._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
@@ -110,20 +106,10 @@ class RunLog:
 class NoLog(contextlib.nullcontext):
     """Replaces `RunLog` in processes that do not report."""
 
-    rows: Sequence[Row] = ()
-
     def begin(self, *_: Any) -> None:
         pass
 
     add = validation = begin
-
-
-def check_reporter(kind: str) -> None:
-    """Raises an error before the run starts if the tracker's package is not installed."""
-    if kind != "none" and importlib.util.find_spec(kind) is None:
-        raise SettingsError(
-            f"`report_to`: the package for {kind} is not installed. Install it: pip install {kind}"
-        )
 
 
 def reporter(kind: str, folder: Path, *, config: Mapping[str, Any]) -> Reporter | None:
@@ -142,23 +128,6 @@ def show(console: Console, line: str) -> None:
     """Shows a line, with escapes for characters that the terminal lacks; brackets are allowed."""
     line = line.encode(console.encoding, "backslashreplace").decode(console.encoding)
     console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[Row]:
-    """Reads the rows of `metrics.csv` up to step `until`, or up to the first damage."""
-    path, rows = folder / "metrics.csv", list[Row]()
-    # A killed run may have left an incomplete last line.
-    with contextlib.suppress(FileNotFoundError, ValueError, csv.Error):
-        with open(path, newline="", encoding="utf-8") as file:
-            for step, loss, speed, share, skipped in itertools.islice(csv.reader(file), 1, None):
-                if int(step) > until:
-                    break
-                rates = float(speed) if speed else None, float(share)
-                rows.append(Row(int(step), float(loss), *rates, int(skipped)))
-    last = rows[-1].step if rows else 0
-    if last < until:
-        say(f"{path} is damaged: its rows for the steps from {last + 1} to {until} are lost")
-    return rows
 
 
 def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, float]]:

@@ -20,8 +20,8 @@ from train.cli.settings import SettingsError, task_name
 from train.distributed import processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
 from train.log import summary
-from train.log.meter import Meter, Totals, causes_of_infinity, check_finite, has_stalled
-from train.log.run_log import NoLog, RunLog, read_rows, reporter, show
+from train.log.meter import Meter, Totals, causes_of_infinity, check_finite
+from train.log.run_log import NoLog, RunLog, reporter, show
 from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job
@@ -98,13 +98,10 @@ class Run:
 
     def _has_ended(self) -> bool:
         """Returns whether the run is complete; rejects a run with too many steps."""
-        if self._has_stopped_early():
-            self.steps = self.done
         done, steps = self.done, self.steps
         if done == steps == summary.completed_steps(self.folder):
-            larger = "--steps" if steps == self.job.settings.steps else "--early-stopping-patience"
             self._say(
-                f"{self.folder} has completed all {done} steps. Pass a larger {larger} to "
+                f"{self.folder} has completed all {done} steps. Pass a larger --steps to "
                 f"continue it, with {self.folder / 'settings.toml'} as the config, or pass "
                 "another --run to start again."
             )
@@ -119,21 +116,7 @@ class Run:
 
     def _open_log(self, progress: Mapping[str, Any]) -> None:
         """Opens the metrics, which continue from the last checkpoint."""
-        job, host, done = self.job, self.training.host, self.done
-        metered = progress.get("meter")
-        self.log = NoLog()
-        if processes.is_first():
-            write_settings(self.folder, vars(job.settings), job.texts)
-            in_rows = done - len(metered["unread"]) if metered else 0
-            self.log = RunLog(
-                self.folder,
-                steps=self.steps,
-                console=self.console,
-                reporter=reporter(job.settings.report_to, self.folder, config=vars(job.settings)),
-                rows=read_rows(self.folder, until=in_rows, say=self._say),
-                validations=self.validations,
-            )
-        self.stack.enter_context(self.log)
+        job, host = self.job, self.training.host
         self.meter = Meter(
             log_every=job.settings.log_every,
             stats=(lambda: host.stats) if host else None,
@@ -141,9 +124,21 @@ class Run:
             remedy=f"{causes_of_infinity(job.settings)} With --run {self.folder.name} and a lower "
             "--learning-rate, the run resumes from its last checkpoint, if any; another --run "
             "starts again.",
-            steps_done=done,
-            state=metered,
+            steps_done=self.done,
+            state=progress.get("meter"),
         )
+        self.log = NoLog()
+        if processes.is_first():
+            write_settings(self.folder, vars(job.settings), job.texts)
+            self.log = RunLog(
+                self.folder,
+                steps=self.steps,
+                console=self.console,
+                reporter=reporter(job.settings.report_to, self.folder, config=vars(job.settings)),
+                rows=self.meter.rows,
+                validations=self.validations,
+            )
+        self.stack.enter_context(self.log)
 
     def loop(self) -> None:
         """Takes the remaining steps; raises `Stopped` after a save if a signal requests it."""
@@ -168,23 +163,18 @@ class Run:
                 self._save(step)
                 self.checkpoints.finish()
                 raise Stopped(how_to_resume(number, step, self.folder), signal_number=number)
-            if self._is_saved(step):
+            if is_due(self.job.settings.save_every, step):
                 if self.meter.skipped_last():
                     # The weights may be unusable by now; only older checkpoints are safe.
                     self._say(f"step {step} was skipped: no checkpoint is saved")
                 else:
                     self._save(saved := step)
-            if self._has_stopped_early():
-                self.steps = step
-                patience = self.job.settings.early_stopping_patience
-                self._say(f"stopping after step {step}: no improvement in {patience} validations")
-                break
         if saved < self.steps:
             # Saved before the final flush, so that a run that is resumed with more steps equals a
             # run that had these steps from the start.
             self._save(self.steps)
         self.checkpoints.wait()
-        if number := self.stop.end(f"all {self.steps} steps are finished and saved"):
+        if number := self.stop.end():
             raise Stopped(how_to_resume(number, self.steps, self.folder), signal_number=number)
 
     def _step(self, step: int, lengths: set[int | None]) -> None:
@@ -217,10 +207,10 @@ class Run:
             self.meter.start()
         self._log_rows()
         self.meter.finish()
-        flushed = self.training.flush()  # the measured time includes the last update
+        self.training.flush()  # the measured time includes the last update
         totals = self.meter.since_start()
-        if flushed and self.validations[-1][0] == steps:
-            self.validations.pop()  # from an early stop: the weights have changed since
+        if self.validations[-1][0] == steps:
+            self.validations.pop()  # from a start with more steps, before the flush
         figures = self._validated(steps)
         self.checkpoints.rate(steps, figures[self.job.settings.metric])
         best = self.checkpoints.best(or_step=steps)
@@ -243,7 +233,7 @@ class Run:
         target = figures["target"]
         host = self.training.host
         timeline = host.timeline if isinstance(host, HostEngine) else []
-        curves = self.log.rows, self.validations, timeline
+        curves = self.meter.rows, self.validations, timeline
         summary.write_pictures(self.folder, *curves, title=title, target=target)
         # Last, because its existence means that all files are written.
         text = json.dumps(figures, indent=2) + "\n"
@@ -314,27 +304,16 @@ class Run:
             self.log.validation(*self.validations[-1])
         return self.validations[-1][1]
 
-    def _has_stopped_early(self) -> bool:
-        settings = self.job.settings
-        values = [figures[settings.metric] for _, figures in self.validations]
-        patience = settings.early_stopping_patience
-        return has_stalled(values, patience, larger_is_better=settings.larger_is_better)
-
     def _is_validated(self, step: int) -> bool:
         """Returns whether a validation is due; the final validation follows later."""
         settings = self.job.settings
-        is_compared = settings.keep_best and self._is_saved(step)
+        is_compared = settings.keep_best and is_due(settings.save_every, step)
         return step < self.steps and (is_compared or is_due(settings.evaluate_every, step))
-
-    def _is_saved(self, step: int) -> bool:
-        """Returns whether a checkpoint is due; with early stopping, also at each validation."""
-        settings = self.job.settings
-        every = 0 if settings.early_stopping_patience is None else settings.evaluate_every
-        return is_due(settings.save_every, step) or is_due(every, step)
 
     def _save(self, step: int) -> None:
         self._log_rows(whole=True)
-        progress = {"validations": self.validations, "meter": self.meter.state()}
+        # A copy, because orbax writes it in another thread.
+        progress = {"validations": [*self.validations], "meter": self.meter.state()}
         at, figures = self.validations[-1] if self.validations else (0, {})
         figure = figures[self.job.settings.metric] if at == step else None
         self.training.save(self.checkpoints, step, progress, figure)

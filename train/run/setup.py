@@ -18,7 +18,6 @@ from train.distributed import processes
 from train.distributed.sharding import batch_sharding, committed, make_mesh
 from train.huggingface.loading import Pretrained, read_folder
 from train.log.meter import causes_of_infinity, check_finite
-from train.log.run_log import check_reporter
 from train.model.decoder import DecoderConfig
 from train.model.encoder import EncoderConfig
 from train.run import models, optimizers
@@ -59,7 +58,6 @@ class Job(NamedTuple):
 def read(settings: Settings) -> Sources:
     """Reads and checks everything except weights, with the arguments and errors of `train`."""
     settings.check_task()
-    check_reporter(settings.report_to)
     mesh = make_mesh(settings.mesh)
     if settings.steps == 0 and (run := settings.run) is not None:
         # A run's settings contain both run and model, so the choice would be ambiguous.

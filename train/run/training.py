@@ -65,12 +65,11 @@ class StepTraining:
         """Waits until the last step has finished."""
         jax.block_until_ready(self.params)
 
-    def flush(self) -> bool:
-        """Merges pending updates after the last step; returns whether weights may have changed."""
+    def flush(self) -> None:
+        """Merges pending updates after the last step."""
         if self.host:
             self.params, self.opt_state = self.host.flush(self.params, self.opt_state)
         self.wait()
-        return self.host is not None
 
     def figures(self, validate: Callable[[Any], Figures]) -> Figures:
         return validate(self.params)
@@ -126,9 +125,8 @@ class LayerTraining:
         if self._trainer is not None:
             self._trainer.wait()
 
-    def flush(self) -> bool:
+    def flush(self) -> None:
         self.wait()
-        return False
 
     def figures(self, validate: Callable[[Any], Figures]) -> Figures:
         return validate(self.host)

@@ -30,8 +30,7 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
     vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
     tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
     if task == "language":
-        joined = settings.packing == "joined"
-        return language.make(path, tokenizer, joined=joined, field=settings.text_column, **options)
+        return language.make(path, tokenizer, field=settings.text_column, **options)
     if task == "alpaca":
         return answers.make_alpaca(path, tokenizer, **options)
     if task == "chat":

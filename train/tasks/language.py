@@ -3,7 +3,7 @@
 A document is a text file, a line of JSONL, or a row of a table, between a begin token, if the model
 was trained with one, and an end token. All documents in a split are joined and cut into windows of
 T + 1 tokens that overlap by one: every token is predicted once per epoch. Documents in a window do
-not attend to each other unless they are `joined`; the first token of a document is not a target.
+not attend to each other; the first token of a document is not a target.
 
 A long document is tokenized in pieces, cut after a newline or else before a space, because a
 tokenizer takes several hundred bytes of memory per token.
@@ -38,12 +38,11 @@ def make(
     sequence_length: int,
     validation_share: float,
     seed: int,
-    joined: bool = False,
     field: str = "text",
 ) -> Task:
     """Creates the task of predicting the next token, with the arguments of `task_of_answers`."""
     files = find_files(data, SUFFIXES)
-    notes, checksum = list(files.notes), int(joined)
+    notes, checksum = list(files.notes), 0
     splits: list[Documents] = []
     for paths in filter(None, (files.train, files.validation)):
         encoded = store_tokens(_encode(paths, tokenizer, field, notes), tokenizer)
@@ -59,7 +58,7 @@ def make(
                 f"{sequence_length} + 1. Change `sequence_length` or `validation_share`."
             )
         checksum = zlib.crc32(lengths, zlib.crc32(begins, checksum))
-    windows, validation = (Windows(x, sequence_length, joined=joined) for x in splits)
+    windows, validation = (Windows(x, sequence_length) for x in splits)
     return Task(
         train=windows,
         validation=validation,
@@ -78,16 +77,15 @@ class Documents(NamedTuple):
 class Windows:
     """Overlapping windows of `length + 1` tokens over joined documents.
 
-    If there are several documents, and they are not `joined`, windows contain positions.
+    If there are several documents, windows contain positions.
     """
 
-    def __init__(self, documents: Documents, length: int, *, joined: bool = False):
+    def __init__(self, documents: Documents, length: int):
         self.tokens = documents.tokens
         self._ends = np.cumsum(documents.lengths)
         # Maps a position in the joined documents to a position in the tokens.
         self._shifts = documents.begins + documents.lengths - self._ends
         self._length = length
-        self._joined = joined or len(documents.lengths) == 1
 
     def __len__(self) -> int:
         return max(int(self._ends[-1:].sum()) - 1, 0) // self._length
@@ -97,7 +95,7 @@ class Windows:
         places = i * t + np.arange(t + 1)
         documents = np.searchsorted(self._ends, places, side="right")
         tokens = self.tokens[self._shifts[documents] + places].astype(np.int32)
-        if self._joined:
+        if len(self._ends) == 1:
             return {"tokens": tokens}
         # A document's positions start at its first token in the window.
         positions = np.arange(t) - np.searchsorted(documents, documents[:t])
