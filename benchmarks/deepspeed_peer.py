@@ -1,8 +1,12 @@
-"""Trains once with torch's AdamW or with DeepSpeed's ZenFlow, for `deepspeed_zenflow.py`.
+"""Trains once with torch's AdamW, DeepSpeed's ZeRO-Offload or ZenFlow, beside zenflow_jax.
 
 Needs torch, transformers and DeepSpeed, but nothing from this project; `deepspeed_zenflow.py` says
-how to install them, and starts this file with that environment's Python. It reads the folder that
-`deepspeed_zenflow.py` prepared; its last line is the result as JSON.
+how to install them. That file and `deepspeed_glue.py` prepare a folder with weights and batches,
+and start this file with the other environment's Python; its last line is the result as JSON.
+
+In the folder, `train` and `validation` are batches of token ids. A classifier's batches also have
+`_labels`, with -100 for rows that only fill a batch, and `_lengths`, to which a batch is cut; its
+padding is 0.
 
 DeepSpeed 0.19.8 runs as released, or with these repairs, which exist only in this process:
 
@@ -17,15 +21,18 @@ DeepSpeed 0.19.8 runs as released, or with these repairs, which exist only in th
 # pyright: reportMissingImports=false
 import argparse
 import json
+import time
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import numpy as np
+import psutil
 import torch
+import transformers
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM
 
 
 def repair_layout() -> None:
@@ -59,23 +66,43 @@ def repair_selection() -> None:
 REPAIRS = {"layout": repair_layout, "selection": repair_selection}
 
 
-def mean_loss(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
-    batch = torch.from_numpy(tokens.astype(np.int64))
-    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+def of_tokens(model: torch.nn.Module, batches: Any, split: str, i: int) -> Any:
+    """Returns a decoder's mean loss, and nothing to compare with labels."""
+    tokens = torch.from_numpy(batches[split][i].astype(np.int64))
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), []
 
 
-def validate(model: torch.nn.Module, batches: np.ndarray) -> float:
+def of_labels(model: torch.nn.Module, batches: Any, split: str, i: int) -> Any:
+    """Returns a classifier's mean loss, and its predictions for rows with a label."""
+    length = batches[f"{split}_lengths"][i]
+    tokens = torch.from_numpy(batches[split][i, :, :length].astype(np.int64))
+    labels = torch.from_numpy(batches[f"{split}_labels"][i].astype(np.int64))
+    logits = model(input_ids=tokens, attention_mask=(tokens != 0).long()).logits
+    return cross_entropy(logits, labels), logits.argmax(1)[labels >= 0].tolist()
+
+
+LOSSES = {"LlamaForCausalLM": of_tokens, "BertForSequenceClassification": of_labels}
+
+
+def validate(model: torch.nn.Module, batches: Any, loss_of: Any) -> tuple[float, list[int]]:
+    """Returns the mean loss of the validation batches, and all predictions."""
+    losses, rows, predictions = [], [], []
     with torch.no_grad():
-        return float(np.mean([mean_loss(model, tokens) for tokens in batches]))
+        for i in range(len(batches["validation"])):
+            loss, predicted = loss_of(model, batches, "validation", i)
+            losses.append(float(loss))
+            rows.append(len(predicted) or len(batches["validation"][i]))
+            predictions += predicted
+    return float(np.average(losses, weights=rows)), predictions
 
 
 class AdamW:
     """Clips and steps as DeepSpeed's engine does, but with torch's AdamW."""
 
-    def __init__(self, model: torch.nn.Module, params: dict, clip: float):
-        self.module, self.clip = model, clip
-        self.optimizer = torch.optim.AdamW(model.parameters(), **params)
+    def __init__(self, model: torch.nn.Module, params: list, job: dict):
+        self.module, self.clip = model, job["clip"]
+        self.optimizer = torch.optim.AdamW(params, **job["adamw"])
 
     def __call__(self, **batch):
         return self.module(**batch)
@@ -90,20 +117,31 @@ class AdamW:
 
 
 def make_engine(model: torch.nn.Module, job: dict) -> Any:
+    params: list[Any] = list(model.parameters())
+    if job["decays"] == "matrices":
+        vectors = {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}
+        params = [{"params": [p for p in params if p.dim() > 1]}, vectors]
     if job["zenflow"] is None:
-        return AdamW(model, job["adamw"], job["clip"])
+        return AdamW(model, params, job)
     for name in job["repairs"]:
         REPAIRS[name]()
+    # No options for ZenFlow: ZeRO-Offload.
+    zenflow = {"zenflow": job["zenflow"]} if job["zenflow"] else {}
     offload = {"offload_optimizer": {"device": "cpu"}}
     config = {
         "train_micro_batch_size_per_gpu": job["batch"],
         "gradient_clipping": job["clip"],
         "optimizer": {"type": "AdamW", "params": job["adamw"]},
-        "zero_optimization": {"stage": 2, "zenflow": job["zenflow"]} | offload,
+        "zero_optimization": {"stage": 2} | zenflow | offload,
     }
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    params = list(model.parameters())
     return deepspeed.initialize(model=model, config=config, model_parameters=params)[0]
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU time of this process and DeepSpeed's host process."""
+    children = (psutil.Process(child.pid).cpu_times() for child in active_children())
+    return time.process_time() + sum(child.user + child.system for child in children)
 
 
 def main() -> None:
@@ -112,25 +150,33 @@ def main() -> None:
     parser.add_argument("job", help="the run's settings as JSON")
     parser.add_argument("checkpoint", help="folder for checkpoints")
     args = parser.parse_args()
-    job, tokens = json.loads(args.job), np.load(args.data / "batches.npz")
+    job = json.loads(args.job)
+    batches = dict(np.load(args.data / "batches.npz").items())
+    loss_of = LOSSES[job["model"]]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = LlamaForCausalLM.from_pretrained(args.data / "model", dtype=torch.float32)
+    # In evaluation mode, as loaded: without dropout.
+    kind = getattr(transformers, job["model"])
+    model = kind.from_pretrained(args.data / "model", dtype=torch.float32)
     engine = make_engine(model, job)
     if job["resume"]:
         engine.load_checkpoint(args.checkpoint, tag=str(job["resume"]))
-    before, losses = validate(engine.module, tokens["validation"]), []
+    before, _ = validate(engine.module, batches, loss_of)
+    losses, seconds = [], []
     for step in range(job["resume"], job["steps"]):
+        begun = cpu_seconds()
         for group in engine.optimizer.param_groups:
-            group["lr"] = job["adamw"]["lr"] * min(1, (step + 1) / job["warm_up"])
-        loss = mean_loss(engine, tokens["train"][step])
+            group["lr"] = job["rates"][step]
+        loss, _ = loss_of(engine, batches, "train", step)
         engine.backward(loss)
         engine.step()
         losses.append(float(loss))
+        seconds.append(cpu_seconds() - begun)
         if step + 1 in job["saves"]:
             engine.save_checkpoint(args.checkpoint, tag=str(step + 1))
-    after = validate(engine.module, tokens["validation"])
-    print(json.dumps({"losses": losses, "before": before, "after": after}))
+    after, predictions = validate(engine.module, batches, loss_of)
+    figures = {"losses": losses, "before": before, "after": after}
+    print(json.dumps(figures | {"seconds": seconds, "predictions": predictions}))
 
 
 if __name__ == "__main__":

@@ -179,7 +179,8 @@ def train(job: Job) -> Run:
 
     params, opt_state, saved = model.params, tx.init(model.params), None
     if job.resume:
-        params, opt_state, saved = load(job, params, opt_state)
+        file = job.checkpoint / f"{job.resume}.npz"
+        params, opt_state, saved = load(file, params, opt_state)
     before, losses, flushed = validate(), [], None
     with contextlib.ExitStack() as stack:
         engine = None
@@ -202,10 +203,10 @@ def train(job: Job) -> Run:
     return Run(losses, before, after, flushed)
 
 
-def load(job: Job, params: Any, opt_state: Any) -> tuple[Any, Any, Any]:
+def load(file: Path, params: Any, opt_state: Any) -> tuple[Any, Any, Any]:
     """Reads a checkpoint; `params` and `opt_state` are those of a new run."""
     target = (params, opt_state, zenflow_jax.abstract_engine_state(opt_state))
-    values = np.load(job.checkpoint / f"{job.resume}.npz").values()
+    values = np.load(file).values()
     *restored, engine_state = jax.tree.unflatten(jax.tree.structure(target), values)
     shardings = jax.tree.map(lambda x: x.sharding, target[:2])
     return *jax.device_put(tuple(restored), shardings), engine_state
@@ -213,28 +214,40 @@ def load(job: Job, params: Any, opt_state: Any) -> tuple[Any, Any, Any]:
 
 def train_peer(python: str, job: Job) -> Run:
     """Trains with torch, in a process of the other environment."""
+    rates = [LEARNING_RATE * min(1, (step + 1) / WARM_UP) for step in range(job.steps)]
     settings = {
+        "model": "LlamaForCausalLM",
         "zenflow": job.method.options,
         "repairs": job.method.repairs,
         "adamw": {"lr": LEARNING_RATE, "betas": [0.9, 0.999], **ADAMW},
+        "decays": "all",
         "clip": CLIP,
-        "warm_up": WARM_UP,
+        "rates": rates,
         "batch": BATCH,
         "steps": job.steps,
         "saves": SAVED if job.method.options and not job.resume else (),
         "resume": job.resume,
     }
+    command, environment = peer(python, job.data, settings, job.checkpoint)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=environment, check=False, **output)
+    if done.returncode:
+        raise RuntimeError(f"{job.checkpoint} failed:\n{done.stdout[-3000:]}")
+    figures = json.loads(done.stdout.splitlines()[-1])
+    return Run(figures["losses"], figures["before"], figures["after"])
+
+
+def peer(
+    python: str, data: Path, settings: dict[str, Any], checkpoint: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the command and environment of a process that trains with torch."""
     # DeepSpeed forms a group with itself, at an address on this machine.
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     environment = os.environ | {"DS_ACCELERATOR": "cpu"} | address | ranks
     script = Path(__file__).with_name("deepspeed_peer.py")
-    command = [python, str(script), str(job.data), json.dumps(settings), str(job.checkpoint)]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, env=environment, check=False, **output)
-    if done.returncode:
-        raise RuntimeError(f"{job.checkpoint} failed:\n{done.stdout[-3000:]}")
-    return Run(**json.loads(done.stdout.splitlines()[-1]))
+    command = [python, str(script), str(data), json.dumps(settings), str(checkpoint)]
+    return command, environment
 
 
 def run(args: argparse.Namespace, name: str, seed: int, resume: int = 0) -> Run:

@@ -27,6 +27,7 @@ _ZENFLOW = ["--topk-ratio", "0.05", "--update-interval"]
 VARIANTS = {
     "adamw": ["--optimizer", "adamw"],
     "at once, S = 4": [*_ZENFLOW, "4", "--no-rolling"],
+    "as in the paper, S = 4": [*_ZENFLOW, "4", "--no-rolling", "--provisional-share", "0"],
     "in turn, S = 4, not scaled": [*_ZENFLOW, "4", "--window-scaling", "none"],
     "in turn, S = 4": [*_ZENFLOW, "4"],
     "in turn, S = 8": [*_ZENFLOW, "8"],
@@ -59,9 +60,8 @@ class Run(NamedTuple):
     losses: list[float]
 
 
-def train(job: Job, variant: str, seed: int, args: argparse.Namespace) -> Run:
-    words = (part.removeprefix("--") for part in VARIANTS[variant])
-    name = "-".join([job.task, str(job.steps), *words, str(seed)])
+def options_of(job: Job, variant: str, seed: int, args: argparse.Namespace) -> list[str]:
+    """Returns the command's options for a run, without the run's folder."""
     data = Path(getattr(args, job.task))
     if job.task == "cola":
         original, data = data, args.folder / "cola"
@@ -72,8 +72,6 @@ def train(job: Job, variant: str, seed: int, args: argparse.Namespace) -> Run:
     options = {
         "--model": args.model,
         "--data": data,
-        "--output-dir": args.folder,
-        "--run": name,
         "--seed": seed,
         "--steps": job.steps,
         "--batch-size": args.batch_size,
@@ -83,8 +81,16 @@ def train(job: Job, variant: str, seed: int, args: argparse.Namespace) -> Run:
         "--evaluate-every": 0,
         "--save-every": 0,
     }
-    command = [sys.executable, "-m", "train.finetune", CONFIG, "--no-keep-best"]
-    command += [str(part) for pair in options.items() for part in pair] + VARIANTS[variant]
+    pairs = [str(part) for pair in options.items() for part in pair]
+    return ["--no-keep-best", *pairs, *VARIANTS[variant]]
+
+
+def train(job: Job, variant: str, seed: int, args: argparse.Namespace) -> Run:
+    words = (part.removeprefix("--") for part in VARIANTS[variant])
+    name = "-".join([job.task, str(job.steps), *words, str(seed)])
+    command = [sys.executable, "-m", "train.finetune", CONFIG]
+    command += options_of(job, variant, seed, args)
+    command += ["--output-dir", str(args.folder), "--run", name]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
