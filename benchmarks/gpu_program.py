@@ -251,7 +251,8 @@ def lowered_merge(params: Any, state: zenflow_jax.ZenFlowState) -> Any:
     shape = devices, sum(boundary.channel_widths(specs))
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
     split = boundary.split_uploads(uploads, specs)
-    return boundary.merge.lower(merged, *split, rows, rows, specs=specs)
+    static = {"specs": specs, "schedule": state.schedule}
+    return boundary.merge.lower(merged, *split, rows, rows, None, **static)
 
 
 def one_device(shape: Shape) -> None:

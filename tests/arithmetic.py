@@ -52,6 +52,7 @@ class Channel:
     steps: int = 0  # AdamW steps taken by this channel
     score: Any = np.float32(0)
     waiting: bool = False  # the parameter has not received the latest update yet
+    last_move: Any = np.float32(0)  # the last step's provisional move
 
 
 @dataclasses.dataclass
@@ -93,6 +94,11 @@ class Leaf:
         """Sets the parameter to the master's cast."""
         self.param[channel.where] = channel.master.astype(self.param.dtype)
         channel.waiting = False
+
+    def move(self, channel: Channel) -> None:
+        """Subtracts the last step's provisional move, and rounds."""
+        new = self.param[channel.where].astype(np.float32) - channel.last_move
+        self.param[channel.where] = new.astype(self.param.dtype)
 
 
 def make_leaf(

@@ -42,10 +42,12 @@ class Turn:
     def channels(self) -> Iterator[tuple[Leaf, Channel]]:
         return ((leaf, c) for leaf, groups in self.groups for group in groups for c in group)
 
-    def merge(self) -> None:
+    def merge(self, *, keep_move: bool = False) -> None:
         for leaf, channel in self.channels:
             if channel.waiting:
                 leaf.publish(channel)
+                if keep_move:
+                    leaf.move(channel)
 
     def best_share(self) -> float:
         """Returns the selected channels' share of the best score, weighted by leaf size."""
@@ -132,6 +134,8 @@ class Reference:
             assert g.shape == leaf.param.shape, (g.shape, leaf.param.shape)
 
         self.step_count += 1
+        for channel in itertools.chain.from_iterable(leaf.channels for leaf in self._leaves):
+            channel.last_move = np.float32(0)
         for turn in self.turns:
             turn.open_steps += 1
         for leaf, schedule in zip(self._leaves, self._learning_rates, strict=True):
@@ -211,15 +215,14 @@ class Reference:
             return
         if self.step_count <= max(s.full_warm_up_rounds, 1):
             return
-        length = np.float32(s.provisional_share) * leaf.lr
-        new = leaf.param[channel.where].astype(np.float32) - length * np.sign(g)
-        leaf.param[channel.where] = new.astype(leaf.param.dtype)
+        channel.last_move = np.float32(s.provisional_share) * leaf.lr * np.sign(g)
+        leaf.move(channel)
 
     def _exchange(self, t: int) -> bool:
         """Makes the exchange after step `t`; returns whether any window closes."""
         for turn in self.turns:
             if turn.arrives_at == t:
-                turn.merge()
+                turn.merge(keep_move=self._keeps_last_move)
         # Not a generator, because `any` would stop at the first True.
         return any([self._exchange_in_turn(t, turn) for turn in self.turns])
 
@@ -243,6 +246,11 @@ class Reference:
             turn.selected_at = len(turn.boundaries)
         turn.kept_share.append(turn.best_share())
         return True
+
+    @property
+    def _keeps_last_move(self) -> bool:
+        length = self._settings.update_interval
+        return isinstance(length, int) and length < 4 and self._staleness == 1
 
     @property
     def _staleness(self) -> int | None:

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 import zenflow_jax
 from tests.reference import Settings
-from zenflow_jax._exchange.messages import Close
+from zenflow_jax._exchange.messages import Update
 
 
 class Leaf(NamedTuple):
@@ -317,7 +317,7 @@ class Training:
     @property
     def on_their_way(self) -> list[Any]:
         """Returns futures of the pending updates, the oldest first."""
-        return [pending.update for pending in self.engine._updates.pending.values()]
+        return [update.done for update in self.engine._updates.pending.values()]
 
     @property
     def unread(self) -> list[Any]:
@@ -342,7 +342,7 @@ class Training:
 
     def fail(self) -> None:
         """Makes the worker fail, unknown to the caller."""
-        self.engine._worker.post(Close(len(self.host.open), []))  # there is no such group
+        self.engine._worker.post(Update(len(self.host.open), []))  # there is no such group
         self.await_end()
 
     def history(self, plan: Plan) -> History:

@@ -320,7 +320,7 @@ NO_ENGINE = [
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
     (lambda: engine(state=ADAM), ValueError, NO_STATE),
     (lambda: engine(state=nnx.state(nnx_optimizer(optax.adam(1.0)))), ValueError, NO_STATE),
-    (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), ValueError, "jax.vmap(tx.init)"),
+    (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), ValueError, "make several states"),
     (lambda: engine(*jax_utils.replicate((PARAMS, STATE))), ValueError, "instead of `pmap`"),
     (lambda: engine(nnx_model()), ValueError, "nnx.state(model)"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "ShapeDtypeStruct"),

@@ -23,12 +23,11 @@ def test_the_leading_arguments_and_defaults_are_those_of_adamw():
 
 
 PUBLIC = {name: getattr(zenflow_jax, name) for name in zenflow_jax.__all__}
-PUBLIC |= {"attach": attach.attach, "AttachedStep": attach.AttachedStep}
+PUBLIC |= {"attach": attach.attach}
 PUBLIC |= {"stream": streaming.stream, "scan_layers": streaming.scan_layers}
 PUBLIC |= {"check_device": streaming.check_device, "stream_scans": streaming.stream_scans}
 CALLS = [name for name, x in PUBLIC.items() if inspect.isroutine(x)]
 CLASSES = [name for name, x in PUBLIC.items() if inspect.isclass(x)]
-MADE_BY_USERS = [name for name in CLASSES if name != "AttachedStep"]  # `attach` creates it
 
 
 def test_public_names_are_few_and_match_dir():
@@ -46,7 +45,7 @@ def section(doc, title):
     return re.findall(r"^    (\w+):", match[1], re.MULTILINE) if match else []
 
 
-@pytest.mark.parametrize("name", [*CALLS, *MADE_BY_USERS])
+@pytest.mark.parametrize("name", [*CALLS, *CLASSES])
 def test_every_public_name_has_an_example_and_explains_its_arguments_or_attributes(name):
     public = PUBLIC[name]
     doc = inspect.getdoc(public) or ""

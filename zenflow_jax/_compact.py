@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from zenflow_jax._host.codes import (
     BEND,
@@ -78,7 +78,7 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> Any:
         state = optimizer.init(params)
         if not any(isinstance(x, _STATES) for x in jax.tree.leaves(state, is_leaf=_has_moments)):
             raise ValueError(
@@ -88,7 +88,9 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         # Otherwise XLA would compute the codes when it compiles, which takes minutes.
         return _encode_state(jax.tree.map(lax.optimization_barrier, state))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         state = jax.tree.map(
             lambda x: jax.tree.map(_decode, *x) if _is_codes(x) else x, state, is_leaf=_is_codes
         )
@@ -110,7 +112,7 @@ def _is_codes(x: Any) -> bool:
     return isinstance(x, Codes)
 
 
-def _encode_state(state: Any) -> Any:
+def _encode_state(state: PyTree) -> Any:
     def encode_tree(x: Any, first: bool) -> Any:
         if _is_codes(x):  # the result of another `compact` inside
             return x

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from zenflow_jax._checkpoint.resume import Joining
 from zenflow_jax._checkpoint.saving import EngineSnapshot, Saver
@@ -93,15 +94,15 @@ class HostEngine:
 
     def __init__(
         self,
-        params: Any,
-        opt_state: Any,
+        params: PyTree,
+        opt_state: PyTree,
         *,
         host_kernel: str = "numba",
         host_state: str = "float32",
         threads: int | None = None,
         prefetch_bytes: int | None = None,
         max_skipped: int | None = None,
-        engine_state: Any = None,
+        engine_state: PyTree = None,
         check: str = "samples",
     ):
         check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
@@ -120,7 +121,7 @@ class HostEngine:
             self._worker = worker = Worker(
                 state, weights, offloaded, host_kernel, threads, max_skipped, compact=compact
             )
-            self._checker = checks.StateChecker(state, weights, offloaded)
+            self._checker = checks.StateChecker(state, weights)
             self._progress = progress = Progress(state.schedule, offloaded, run)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
@@ -133,6 +134,7 @@ class HostEngine:
             )
             # Without offloaded leaves: counts of the last step, which are read at the next call.
             self._offloads, self._unread = state.offloads, None
+            self._offloaded = offloaded
         tokens.run = joining.number
         # This must come last: a failed constructor must not leak a thread.
         worker.start()
@@ -159,7 +161,7 @@ class HostEngine:
         return self._worker.recorder.timeline()
 
     @recorded("exchange")
-    def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    def exchange(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
         """Sends mail and merges updates between two steps; selects channels when due.
 
         If no leaf is offloaded, it returns its arguments.
@@ -183,7 +185,7 @@ class HostEngine:
             ValueError, TypeError: If state or parameters differ from the constructor's, or are on
                 different devices.
         """
-        self._check_open()
+        self._check_usable()
         if not self._offloads:
             return self._pass(params, opt_state)
         boundaries = self._progress.boundaries()
@@ -194,18 +196,19 @@ class HostEngine:
         state = self._checker.state(opt_state)
         # Rejects unsuitable parameters before any change.
         taken = self._checker.take(params)
+        offloaded = self._offloaded.pick(taken.weights)
         if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
             return params, opt_state
         self._tokens.check_new_step(state)
         self._checker.check_in_place(state, taken.weights)
         if first:
-            self._updates.load(taken.offloaded)
+            self._updates.load(offloaded)
             self._updates.note_channels(state.leaves)
         with self._lifecycle.change():
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
             self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
-            weights = self._updates.collect(taken.offloaded, arriving, state.step)
+            weights = self._updates.collect(offloaded, arriving, state, keep_move=True)
             leaves, measured = state.leaves, {}
             for group in closing:
                 if boundaries[group].selects:
@@ -215,9 +218,9 @@ class HostEngine:
                     if state.schedule.auto_select:
                         measured[group] = self._updates.measure(group, leaves)
                 self._progress.window_closed(group)
-            weights = self._updates.collect(weights, at_once, state.step)
-            if any(x is not y for x, y in zip(weights, taken.offloaded, strict=True)):
-                taken = taken.with_offloaded(weights)
+            weights = self._updates.collect(weights, at_once, state)
+            if any(x is not y for x, y in zip(weights, offloaded, strict=True)):
+                taken = taken.put(self._offloaded.places, weights)
                 params = taken.tree
             self._progress.passed(boundaries, state.step_scalars, measured)
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
@@ -225,7 +228,7 @@ class HostEngine:
             self._saver.note(taken.weights)
             return params, opt_state
 
-    def _pass(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    def _pass(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
         """Counts a step of a run without offloaded leaves; returns the arguments."""
         state = self._checker.state(opt_state)
         self._progress.run.step += 1
@@ -239,7 +242,7 @@ class HostEngine:
             self._worker.note_skipped(*read(counts).tolist())
 
     @recorded("flush")
-    def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    def flush(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
         """Merges pending updates, unless this would lose provisional steps.
 
         Call this after the last exchange, and continue only from its result. Open windows stay
@@ -255,7 +258,7 @@ class HostEngine:
         Raises:
             RuntimeError, ValueError, TypeError: As for `exchange`, or if a step was not exchanged.
         """
-        self._check_open()
+        self._check_usable()
         state = self._checker.state(opt_state)
         if not self._offloads:
             self._read_counts()
@@ -272,8 +275,9 @@ class HostEngine:
         self._integrity.check(self._progress.step)
         with self._lifecycle.change(flushes=True):
             if arriving:
-                weights = self._updates.collect(taken.offloaded, arriving, state.step)
-                taken = taken.with_offloaded(weights)
+                offloaded = self._offloaded.pick(taken.weights)
+                weights = self._updates.collect(offloaded, arriving, state)
+                taken = taken.put(self._offloaded.places, weights)
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)
                 opt_state = replace_state(opt_state, state._replace(token=token))
@@ -309,12 +313,12 @@ class HostEngine:
         return self._saver.snapshot(copy_bytes)
 
     @recorded("state")
-    def _settled(self, params: Any, opt_state: Any) -> Callable[[], tuple[int, int]]:
+    def _settled(self, params: PyTree, opt_state: PyTree) -> Callable[[], tuple[int, int]]:
         """Waits for the host's masters; returns a key that each step, flush or load changes."""
-        self._check_open()
+        self._check_usable()
         self._checker.state(opt_state)
         if self._progress.step == 0:
-            self._updates.load(self._checker.take(params).offloaded)
+            self._updates.load(self._offloaded.pick(self._checker.take(params).weights))
         self._settle()
         return lambda: (self._tokens.number, self._updates.loads)
 
@@ -363,7 +367,7 @@ class HostEngine:
         if lost:
             raise RuntimeError(lost)
 
-    def _check_open(self) -> None:
+    def _check_usable(self) -> None:
         if self._worker.closed:
             raise RuntimeError(
                 "This engine is closed. Close an engine only after the last `flush`; for a new "
@@ -377,7 +381,7 @@ class HostEngine:
 
     def _settle(self) -> None:
         """Waits until the worker is idle and all comparisons have been read."""
-        self._check_open()
+        self._check_usable()
         self._integrity.check(self._progress.step)
         self._mailbox.drain()
         self._updates.wait()

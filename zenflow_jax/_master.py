@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions, take
 from zenflow_jax._device.leaves import match_leaves
@@ -17,7 +17,7 @@ from zenflow_jax._engine import HostEngine
 from zenflow_jax._spec.leaf import as_pure
 
 
-def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
+def master_params(params: PyTree, opt_state: PyTree, engine: HostEngine) -> Any:
     """Returns the float32 masters, from which low-precision parameters are cast.
 
     For a parameter that has moved by provisional steps or lacks a pending update, the result is the
@@ -50,7 +50,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine) -> Any:
 
 
 def iter_master_params(
-    params: Any, opt_state: Any, engine: HostEngine
+    params: PyTree, opt_state: PyTree, engine: HostEngine
 ) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
     """Returns the leaves of `master_params` one by one, for example to write them to a file.
 
@@ -78,7 +78,7 @@ def iter_master_params(
     params = as_pure(params)
     opt_state = as_pure(opt_state)
     state = find_state(opt_state)
-    weights, _, places = match_leaves(params, state)
+    places = match_leaves(params, state).places
     moment = engine._settled(params, opt_state)
     step, start = engine.stats.steps, moment()
     numbers = itertools.count()  # offloaded leaf numbers
@@ -88,7 +88,7 @@ def iter_master_params(
     }
 
     def host_masters(number: int) -> jax.Array:
-        engine._check_open()
+        engine._check_usable()
         if moment() != start:
             raise RuntimeError(
                 f"Parameters changed while the masters of step {step} were being read (it is now "

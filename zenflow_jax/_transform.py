@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.leaves import (
@@ -59,7 +60,7 @@ def zenflow(
     channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
     resident: Callable[[tuple[Any, ...], Any], bool] | None = None,
     partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool] = True,
-    param_shardings: Any | Callable[[Any], Any] | None = None,
+    param_shardings: PyTree | Callable[[Any], Any] | None = None,
     send_gradients: str = "during_step",
     transfer_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -182,7 +183,7 @@ def zenflow(
     rules = LeafRules(topk_ratio, *selectors, mail_dtype, mask, lr_scale, param_shardings)
     register_flax_serialization()
 
-    def init(params: Any) -> Any:  # a ZenFlowState
+    def init(params: PyTree) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")
         specs = resolve_specs(params, rules)
         warn_of_leaves(params, specs, offloads=topk_ratio < 1, clips=max_grad_norm is not None)
@@ -192,7 +193,9 @@ def zenflow(
             when = SendGradients.AFTER_STEP  # keeps nothing in host memory
         return first_state(params, specs, Static(in_turn, when))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[Any, Any]:
         del extra  # not used by Adam; a chain passes them to every transformation
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state)
@@ -211,7 +214,7 @@ STATIC_ARGS = tuple(name for name in inspect.signature(zenflow).parameters if na
 
 
 def _update(
-    updates: Any,
+    updates: PyTree,
     state: ZenFlowState,
     weights: list[Any],
     scalars: AdamScalars,

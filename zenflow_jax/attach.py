@@ -5,23 +5,16 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxtyping import PyTree
+
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._exchange.checks import accumulations
-from zenflow_jax._spec.rules import check_int_or_none
 
 
-def attach(
-    step: Callable[..., Any],
-    engine: HostEngine | None = None,
-    *,
-    get: Callable[..., tuple[Any, Any]] | None = None,
-    put: Callable[..., Any] | None = None,
-    flush_every: int | None = None,
-    engine_options: Mapping[str, Any] | None = None,
-) -> "AttachedStep":
-    """Returns a train step that calls `step`, and then `exchange` with its results.
+class attach:  # lower case, because it is called like a function
+    """A train step that calls `step`, and then `exchange` with its results.
 
     Use this for loops that you do not control and that accept a step function. Jit `step`, not the
     result. Two kinds of steps work as they are, also with other arguments (a key) in front:
@@ -33,8 +26,8 @@ def attach(
     For all others, `get` finds parameters and optimizer state, and `put` replaces them. For a loop
     with flax nnx objects, call `HostEngine.exchange_nnx` instead.
 
-    With `optax.MultiSteps`, the result calls `exchange` only after an update, which it detects by
-    waiting for each micro-batch.
+    With `optax.MultiSteps`, `exchange` is called only after an update, which takes a wait for each
+    micro-batch. Like an engine, an attached step is a context manager.
 
     Args:
         step: The train step. Pass parameters and state by position.
@@ -43,12 +36,7 @@ def attach(
         get: `get(*values)` returns (params, opt_state), where `values` are the step's positional
             arguments, or its results (one value, if it does not return a tuple or list).
         put: `put(params, opt_state, *values)` returns the step's results with these two in place.
-        flush_every: Number of steps between flushes, counted from the start of the run. With None,
-            only your calls to `flush` flush.
         engine_options: Arguments of the `HostEngine` that the first call creates.
-
-    Returns:
-        The step, with `flush`, `engine` and `close`. Like an engine, it is a context manager.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -76,32 +64,25 @@ def attach(
         ...     put=lambda params, opt, _, state: (_, {**state, "params": params, "opt": opt}),
         ... )
     """
-    return AttachedStep(step, engine, get, put, flush_every, engine_options)
-
-
-class AttachedStep:
-    """A step that calls `exchange` itself. See `attach`, which creates it, for the arguments."""
 
     def __init__(
         self,
         step: Callable[..., Any],
-        engine: HostEngine | None,
-        get: Callable[..., tuple[Any, Any]] | None,
-        put: Callable[..., Any] | None,
-        flush_every: int | None,
-        engine_options: Mapping[str, Any] | None,
+        engine: HostEngine | None = None,
+        *,
+        get: Callable[..., tuple[Any, Any]] | None = None,
+        put: Callable[..., Any] | None = None,
+        engine_options: Mapping[str, Any] | None = None,
     ):
-        if isinstance(step, AttachedStep):
+        if isinstance(step, attach):
             raise TypeError("The step is already attached. Use it as it is.")
-        check_int_or_none("flush_every", flush_every, 1)
         if (get is None) != (put is None):
             raise TypeError("`get` and `put` belong together. Pass both or neither.")
         if engine is not None and engine_options is not None:
             raise TypeError("An `engine` has its options. Pass `engine_options` without it.")
         self._get, self._put = get or _get, put or _put
-        self._step, self._engine, self._flush_every = step, engine, flush_every
-        self._engine_options = dict(engine_options or {})
-        self._updates: int | None = None
+        self._step, self._engine, self._engine_options = step, engine, engine_options or {}
+        self._updates: int | None = None  # those that `optax.MultiSteps` has passed on
         self._started = self._closed = False
         functools.update_wrapper(self, step, updated=())  # without the step's attributes
 
@@ -125,15 +106,12 @@ class AttachedStep:
         if before is not None and self._updates == before:
             return out  # `optax.MultiSteps` has only added to its sum
         params, opt_state = self.engine.exchange(params, opt_state)
-        # Uses the engine's count, because the run may have begun before this object was created.
-        if self._flush_every and self.engine.stats.steps % self._flush_every == 0:
-            params, opt_state = self.engine.flush(params, opt_state)
         new = self._put(params, opt_state, *values)
         if type(out) not in (tuple, list):
             return new
         return type(out)(new if type(new) is tuple else (new,))
 
-    def flush(self, *carried: Any) -> Any:
+    def flush(self, *carried: PyTree) -> Any:
         """Merges pending updates into the parameters, as `HostEngine.flush` does.
 
         Args:
@@ -152,7 +130,7 @@ class AttachedStep:
         if self._engine is not None:
             self._engine.close()
 
-    def __enter__(self) -> "AttachedStep":
+    def __enter__(self) -> "attach":
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -177,7 +155,7 @@ class AttachedStep:
             self._started = True
 
 
-def _updates(opt_state: Any) -> int | None:
+def _updates(opt_state: PyTree) -> int | None:
     """Returns how many updates `optax.MultiSteps`, if present, has passed to zenflow."""
     around = accumulations(opt_state)
     return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
@@ -209,7 +187,7 @@ def _get(*values: Any) -> tuple[Any, Any]:
     return (state["params"], state["opt_state"]) if is_dict else (state.params, state.opt_state)
 
 
-def _put(params: Any, opt_state: Any, *values: Any) -> Any:
+def _put(params: PyTree, opt_state: PyTree, *values: Any) -> Any:
     i = _find(values)
     if not _is_train_state(state := values[i]):
         return (*values[:i], params, opt_state, *values[i + 2 :])

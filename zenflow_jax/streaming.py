@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
 from zenflow_jax._device.memory import mail_rank
@@ -31,8 +32,8 @@ from zenflow_jax._transform import zenflow
 
 
 def stream(
-    params: Any,
-    opt_state: Any,
+    params: PyTree,
+    opt_state: PyTree,
     *,
     where: Callable[[tuple[Any, ...], Any], bool] | None = None,
 ) -> Any:
@@ -77,11 +78,12 @@ def stream(
             f"The state has send_gradients={state.send_gradients.value!r}, but streamed layers "
             "send gradients in the backward pass. Use zenflow(send_gradients='during_step')."
         )
-    weights, treedef, places = match_leaves(params, state)
+    found = match_leaves(params, state)
+    weights = list(found.leaves)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(as_pure(params))]
     signs = state.schedule.provisional_share is not None
     rank = mail_rank([leaf.spec for leaf in state.leaves])
-    for place, leaf in zip(places, state.leaves, strict=True):
+    for place, leaf in zip(found.places, state.leaves, strict=True):
         if _is_layer(leaf, paths[place], weights[place], where):
             check_layers_whole(leaf.spec, weights[place])
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
@@ -90,7 +92,7 @@ def stream(
             f"None of {len(weights)} leaves can stream. Stack the layers along the first axis, as "
             "for `jax.lax.scan`."
         )
-    return jax.tree.unflatten(treedef, weights)
+    return jax.tree.unflatten(found.treedef, weights)
 
 
 def _is_layer(
@@ -157,7 +159,7 @@ def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scan_layers(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, layers: Any, **options: Any
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: PyTree, layers: PyTree, **options: Any
 ) -> tuple[Any, Any]:
     """Runs `jax.lax.scan` over layers that stream gradients.
 
@@ -188,7 +190,7 @@ def scan_layers(
         remedy = "let jit divide the batch, or scan layers that do not stream"
         check_outside_of_shard_map("streaming.scan_layers", remedy)
 
-    def streaming_body(carry: Any, layer: Any) -> tuple[Any, Any]:
+    def streaming_body(carry: PyTree, layer: Any) -> tuple[Any, Any]:
         return body(carry, _map_streamed(layer_weights, layer))
 
     def constant(layer: Streamed) -> Streamed:
@@ -198,7 +200,7 @@ def scan_layers(
     return jax.lax.scan(streaming_body, carry, _map_streamed(constant, layers), **options)
 
 
-def _map_streamed(function: Callable[[Any], Any], layers: Any) -> Any:
+def _map_streamed(function: Callable[[Any], Any], layers: PyTree) -> Any:
     """Applies `function` to the leaves that stream."""
     return jax.tree.map(lambda x: function(x) if is_streamed(x) else x, layers, is_leaf=is_streamed)
 
@@ -242,14 +244,14 @@ def trial() -> tuple[Any, Any, Any, jax.Array]:
     # The first step of a run makes no provisional steps.
     opt_state = find_state(tx.init(params))._replace(step=jnp.int32(1))
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params: PyTree, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
             return x + jnp.tanh(x @ w["up"]) @ w["down"], None
 
         return jnp.mean(scan_layers(layer, x, params)[0] ** 2)
 
     @partial(jax.jit, static_argnames="streams")
-    def step(params: Any, opt_state: Any, x: jax.Array, streams: bool) -> Any:
+    def step(params: PyTree, opt_state: PyTree, x: jax.Array, streams: bool) -> Any:
         weights = stream(params, opt_state) if streams else params
         updates, new = tx.update(jax.grad(loss)(weights, x), opt_state, params)
         new = find_state(new)

@@ -15,7 +15,7 @@ from benchmarks import gpu_program, host_access, program_report
 from train.cli.settings import StepSettings
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
-from zenflow_jax.layerwise._optimizer import Control, Updater, flat
+from zenflow_jax.layerwise._optimizer import Control, Kind, flat
 
 LAYERS, WIDTH, INNER, CLASSES, ROWS = 4, 256, 1024, 512, 64
 
@@ -194,12 +194,12 @@ def layer_update() -> Any:
     def shape(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
 
-    weight, treedef = shape(jnp.bfloat16, WIDTH, INNER), jax.tree.structure({"w": 0})
-    updater = Updater(optax.adamw(1e-3), None)
-    parts = (updater.shapes(treedef, 0, weight),)
-    control = Control(shape(jnp.float32), shape(jnp.bool), shape(jnp.int32))
-    program: Any = updater.update(treedef, (0,), parts)
-    return program.lower([weight], control, shape(jnp.int32), *flat(parts)).compile()
+    weight = shape(jnp.bfloat16, WIDTH, INNER)
+    (bundle,) = Kind({"w": weight}, optax.adamw(1e-3), None).bundles
+    squares = shape(jnp.float32, 1)
+    control = Control(shape(jnp.float32), shape(jnp.bool), shape(jnp.int32), squares)
+    program: Any = bundle.update
+    return program.lower([weight], control, shape(jnp.int32), *flat(bundle.shapes)).compile()
 
 
 AFTER, UNCLIPPED = (("max_grad_norm", 1.0), ("send_gradients", "after_step")), ()

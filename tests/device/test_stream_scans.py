@@ -153,15 +153,15 @@ MISUSES = {
         lambda params, x: (one_example(params, x), params["layers"]["up"]),
         r"returns the stack \['layers'\]\['up'\]",
     ),
-    "other axes": (transposed, rf"`transpose` reads .*{LINE}transposed.*Stack layers along"),
+    "other axes": (transposed, rf"`transpose` reads .*{LINE}transposed.*Stack layers in"),
     "custom derivative": (differentiated, r"`custom_vjp_call` reads"),
     "no scan": (
         lambda params, x: x @ params["layers"]["up"][0],
-        rf"scans no layers: .* reads \['layers'\]\['up'\] at .*{LINE}.*; or do not stream",
+        rf" reads \['layers'\]\['up'\] at .*{LINE}.*; or do not stream",
     ),
     "stacked in the loss": (
         jax.jit(joined),
-        rf"stacks its layers itself: .* reads \['layers'\]\['down'\] at .*{LINE}joined.*; or do",
+        rf" reads \['layers'\]\['down'\] at .*{LINE}joined.*Stack layers in `params`",
     ),
 }
 

@@ -15,7 +15,7 @@ from tests.train.scripts import TINY_MESH, read
 from train.model import cross_entropy
 from train.run import setup
 from zenflow_jax import layerwise
-from zenflow_jax.layerwise import _optimizer
+from zenflow_jax.layerwise import _transfers
 from zenflow_jax.layerwise._dispatch import _Pass
 
 # In nats, float32; the summation order over devices differs.
@@ -63,7 +63,7 @@ def placed(params, mesh):
 def test_any_optimizer_trains_on_a_mesh_and_resumes_on_another(
     tmp_path, monkeypatch, alias, updates
 ):
-    monkeypatch.setattr(_optimizer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(_transfers, "SMALL_BYTES", 0)
     optimizer = getattr(optax, alias, None) or getattr(optax.contrib, alias)
     options = {**MODEL, "optimizer": optimizer(1e-2), "updates": updates, "max_grad_norm": 0.5}
     with layerwise.Trainer(new_params(), **options) as trainer:
@@ -113,7 +113,7 @@ def test_a_carry_that_the_loss_does_not_read_has_a_divided_gradient_and_compiles
         trainer.step(x)
         (program,) = trainer._dispatcher._programs.values()
     assert [g.sharding.shard_shape(g.shape) for g in gradients] == [(), (4, 8)]
-    assert program.layers[0].backward.cache_info().currsize == 1
+    assert program.blocks[1].backward.cache_info().currsize == 1
 
 
 def losses_of(mesh, *, scanned):

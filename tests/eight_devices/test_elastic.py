@@ -95,7 +95,7 @@ def test_a_checkpoint_with_ranges_resumes_on_a_mesh_unless_the_mesh_divides_laye
         with Training(IN_RANGES, STALE, shardings=where, donate=True) as training:
             both = put_by_name(saved[:2], (training.params, training.state))
             if placement == "stacks":
-                with pytest.raises(ValueError, match="A mesh may divide the layers of a stack"):
+                with pytest.raises(ValueError, match="divides channels and layers alike"):
                     zenflow_jax.HostEngine(*both, engine_state=saved[2])
                 continue
             (training.params, training.state), training.t = both, 7

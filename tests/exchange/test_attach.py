@@ -64,7 +64,7 @@ def by_hand():
         return [*seen, engine.flush(params, state)[0]]
 
 
-def test_a_step_with_parameters_and_state_exchanges_and_flushes_as_often_as_requested(by_hand):
+def test_a_step_with_parameters_and_state_exchanges(by_hand):
     def with_a_key(key, *args):
         params, opt_state, other = PLAIN(*args)
         return key, params, opt_state, other
@@ -78,14 +78,6 @@ def test_a_step_with_parameters_and_state_exchanges_and_flushes_as_often_as_requ
         both = step.flush(*both)
         assert_same_bits(both[0], by_hand[-1])
         assert step.engine.stats.steps == STEPS
-        # `flush_every` counts the run's steps, also across engines.
-        options = {"engine_state": step.engine.state(), **KERNEL}
-    with attach(PLAIN, flush_every=3, engine_options=options) as step:
-        for t in range(STEPS, 10):
-            *both, _ = step(*both, t)
-        spans = step.engine.timeline
-        assert [span.step for span in spans if span.kind == "flush"] == [9]
-        step.flush(*both)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +202,6 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
     for call, error, words in (
         (lambda: attach(attached), TypeError, "already attached"),
         (lambda: attach(print, engine, engine_options=KERNEL), TypeError, "has its options"),
-        (lambda: attach(print, flush_every=0), ValueError, "`flush_every` must be at least 1"),
         (lambda: attach(print, get=lambda *both: both), TypeError, "belong together"),
         (lambda: attach(PLAIN)(state, params, 0), TypeError, by_position),
         (lambda: attach(PLAIN)(tree | {"opt_state": ()}), ValueError, "contains 0 ZenFlowStates"),

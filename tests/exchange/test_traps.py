@@ -24,7 +24,7 @@ from tests.exchange.hooks import views_of_mail
 from tests.runs import BUSY, FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, layerwise
 from zenflow_jax._device import gpu_faults, memory
-from zenflow_jax._exchange import parts, updates, worker
+from zenflow_jax._exchange import updates, worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
 
@@ -218,7 +218,7 @@ def test_memory_that_an_upload_may_still_read_is_not_overwritten(monkeypatch, en
             writes(arrays)
             super().put(arrays, channels, rows)
 
-    for module in (parts, updates):
+    for module in (updates, worker):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
     monkeypatch.setattr(worker, "HostAdam", Watched)

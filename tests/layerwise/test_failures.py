@@ -21,7 +21,7 @@ from tests.layerwise.small_model import (
     new_params,
 )
 from zenflow_jax import layerwise
-from zenflow_jax.layerwise import _blocks, _optimizer
+from zenflow_jax.layerwise import _blocks, _transfers
 from zenflow_jax.planning import UnfitRunError
 
 # Users' models promote dtypes by jax's default rules.
@@ -131,7 +131,7 @@ def test_a_non_finite_loss_skips_the_step_and_a_resumed_run_goes_on_counting(upd
 def test_a_run_that_needs_too_much_pinned_memory_is_refused_with_the_need_of_all_layers(
     monkeypatch,
 ):
-    monkeypatch.setattr(_optimizer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(_transfers, "SMALL_BYTES", 0)
     with layerwise.Trainer(new_params(), **MODEL, optimizer=optax.sgd(0.1)) as trainer:
         whole = trainer.stats.pinned_bytes
 

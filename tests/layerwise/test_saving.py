@@ -10,7 +10,7 @@ import pytest
 import zenflow_jax
 from tests.layerwise.small_model import BATCHES, LAYERS, MODEL, check_equal, masters_of, new_params
 from zenflow_jax import layerwise
-from zenflow_jax.layerwise import _optimizer
+from zenflow_jax.layerwise import _transfers
 from zenflow_jax.planning import UnfitRunError
 
 # Users' models promote dtypes by jax's default rules.
@@ -28,7 +28,7 @@ ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0, 7))
     ],
 )
 def test_a_resumed_run_is_bit_identical(tmp_path, monkeypatch, dtype, small_bytes, updates, by):
-    monkeypatch.setattr(_optimizer, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(_transfers, "SMALL_BYTES", small_bytes)
     options = {**MODEL, "optimizer": ADAMW, "updates": updates, "max_grad_norm": 0.5}
     manager = ocp.CheckpointManager(tmp_path)
     with layerwise.Trainer(new_params(dtype), **options) as trainer, manager:

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.compilations import compilations
 from tests.layerwise.small_model import (
     BATCHES,
     LAYERS,
@@ -23,7 +24,7 @@ from tests.layerwise.small_model import (
     reference,
 )
 from zenflow_jax import layerwise
-from zenflow_jax.layerwise import _optimizer
+from zenflow_jax.layerwise import _optimizer, _transfers
 from zenflow_jax.layerwise._dispatch import Dispatcher, _Pass
 
 # Users' models promote dtypes by jax's default rules.
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("as_scripts_run")
 @pytest.fixture
 def nothing_is_small(monkeypatch):
     """Moves all arrays to host memory, as if they were large."""
-    monkeypatch.setattr(_optimizer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(_transfers, "SMALL_BYTES", 0)
 
 
 @pytest.mark.usefixtures("nothing_is_small")
@@ -91,7 +92,7 @@ def test_a_master_survives_a_weights_rounding():
     weight = _optimizer._rounded(master, jnp.bfloat16)
     leaf = _optimizer.Parts(weight, _optimizer._rest(master, weight))
     np.testing.assert_array_equal(weight, master.astype(jnp.bfloat16))
-    off = np.asarray(_optimizer._master(leaf)).view(np.int32) - np.asarray(master).view(np.int32)
+    off = np.asarray(_optimizer.master_of(leaf)).view(np.int32) - np.asarray(master).view(np.int32)
     halfway = np.asarray(master).view(np.int32) & 0xFFFF == 0x8000
     assert set(off[halfway]) == {-1, 0}
     assert not off[~halfway].any()
@@ -141,13 +142,13 @@ def test_without_clipping_both_orders_of_updates_and_any_bytes_in_flight_give_th
 
 @pytest.mark.parametrize(("inputs", "memory"), [("device", "device"), ("host", "pinned_host")])
 def test_layer_inputs_are_kept_in_the_memory_that_inputs_names(inputs, memory, monkeypatch):
-    keep, kept = Dispatcher._kept, []
+    loss, kept = _Pass.losses, []
 
-    def keeping(*args):
-        kept.append(keep(*args))
-        return kept[-1]
+    def noting(run, outer):
+        kept.extend(run.inputs)
+        return loss(run, outer)
 
-    monkeypatch.setattr(Dispatcher, "_kept", keeping)
+    monkeypatch.setattr(_Pass, "losses", noting)
     with layerwise.Trainer(
         new_params(),
         **MODEL,
@@ -156,8 +157,9 @@ def test_layer_inputs_are_kept_in_the_memory_that_inputs_names(inputs, memory, m
         frozen=["outer", *range(LAYERS - 1)],
     ) as trainer:
         trainer.step(BATCHES[0])
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(kept)} == {memory}
-    assert len(kept) == 1  # the backward pass does not read those of frozen lower layers
+    ((inputs,),) = kept  # the backward pass does not read those of frozen lower layers
+    # Layers pass on the shared data, so it stays.
+    assert [x.sharding.memory_kind for x in inputs] == [memory, "device", "device"]
 
 
 def weighing(outer, x, batch):
@@ -181,6 +183,24 @@ def test_micro_batches_are_weighted(updates):
         got = [float(trainer.step(*np.split(batch, 4))) for batch in BATCHES]
         np.testing.assert_allclose(got, losses, rtol=1e-5)
         check_close(trainer.params(), expected)
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "device"])
+def test_a_copy_has_the_type_of_a_device_put_but_runs_no_program(kind):
+    start = {"pinned_host": "device", "device": "pinned_host"}[kind]
+    at = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=start)
+    x = jax.device_put(np.arange(11, dtype=np.float32), at)  # of no other test's shape
+    put = jax.device_put(x, at.with_memory_kind(kind))
+    with compilations() as names:
+        (got,) = _transfers.copied(kind, [x])
+        got.block_until_ready()
+    assert names == []
+    assert (got.aval, got.sharding, got.committed) == (put.aval, put.sharding, put.committed)
+    np.testing.assert_array_equal(got, x)
+    x.delete()
+    np.testing.assert_array_equal(got, put)
+    with pytest.raises(RuntimeError, match="deleted"):
+        _transfers.copied(kind, [x])
 
 
 def live_bytes(kind="device"):
@@ -288,8 +308,8 @@ def test_python_numbers_promote_and_a_backward_pass_gets_only_inputs_that_it_nee
         loss = trainer.step(batch)
         (program,) = trainer._dispatcher._programs.values()
     # All layers share the array of `half`, and their backward passes need only `half` and `x`.
-    assert [dict(layer.passed) for layer in program.layers] == [{1: 1}] * LAYERS
-    assert [layer.kept for layer in program.layers] == [(1, 3)] * LAYERS
+    assert [dict(layer.passed) for layer in program.blocks[1:]] == [{1: 1}] * LAYERS
+    assert [layer.kept for layer in program.blocks[1:]] == [(1, 3)] * LAYERS
     expected = jax.jit(loss_of, static_argnums=(2, 3))(
         params, batch, (block,) * LAYERS, (start, finish)
     )

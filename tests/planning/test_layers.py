@@ -103,9 +103,10 @@ def test_a_step_takes_as_long_as_its_bottleneck_and_the_copies_that_nothing_hide
     device = dataclasses.replace(slow, bus=1e5)
     hidden = planned(device=device, updates="during_backward", in_flight_bytes=100 * ONE)
     assert (hidden.step_s, hidden.exposed) == (hidden.to_device / 1e5, 0)
-    # A layer's 10 bytes for each parameter that exceed half of those in flight arrive too late.
-    some = planned(device=device, updates="during_backward", in_flight_bytes=6 * ONE)
-    assert some.exposed == (1 + LAYERS) * (5 - 3) * ONE
+    # The 10 bytes for each parameter arrive too late if they exceed half of those in flight.
+    for share, late in ((5, 0), (4, 5)):
+        options = {"updates": "during_backward", "in_flight_bytes": 2 * share * ONE}
+        assert planned(device=device, **options).exposed == (1 + LAYERS) * late * ONE
     # The second sweep fetches weights and state, and the gradients that wait in host memory.
     assert planned(device=device).exposed == (1 + LAYERS) * 6 * ONE
     assert planned(device=device, in_flight_bytes=0).exposed == (1 + LAYERS) * 7 * ONE

@@ -10,7 +10,7 @@ import pytest
 import zenflow_jax
 from tests.runs import FEW, Leaf, Settings, Training
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import parts
+from zenflow_jax._exchange import updates, worker
 from zenflow_jax.planning._host_work import needs_of
 
 SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
@@ -67,7 +67,8 @@ def test_the_formula_limits_the_updates_that_wait_on_the_device(
         need = needs_of(training.state, prefetch_bytes=prefetch_bytes)
         uploads, at_boundary = need["device"]["uploads"], need["device"]["late uploads"]
         assert prefetched in (None, uploads)
-        monkeypatch.setattr(parts, "upload", upload)
+        for module in (updates, worker):
+            monkeypatch.setattr(module, "upload", upload)
         late = []
         for _ in range(12):
             training.go(1)

@@ -68,7 +68,7 @@ W, V = jnp.ones((8, 3)), jnp.zeros((8, 3))
         (
             {"kernel": W, "scale": V},
             {"alpha": W, "kernel": V},
-            ["['scale']", "['alpha']", "instead", "nnx.state(model)"],
+            ["['scale']", "['alpha']", "nnx.state(model)"],
         ),
         (Pair(W, V), {"first": W, "second": V}, [".first", "['first']"]),
         ({"w": [W, V]}, {"w": [W]}, ["['w'][1]", "among its 1 leaves"]),

@@ -194,8 +194,8 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_are_dropped(
     )
     lengths = sorted(len(prompt) + n for n in (len(answer) + 5, len(answer) + 1, 1))
     assert f"median {lengths[1]} tokens" in task.overview[0]
-    counts = f"; 1 were cut to {len(prompt) + 1}, 1 dropped; 2 for training, 2 for validation"
-    assert task.overview[0].endswith(counts)
+    counts = f"; 1 were cut by --sequence-length {len(prompt)}, 1 dropped; 2 for training, 2 "
+    assert task.overview[0].endswith(f"{counts}for validation")
     assert task.train[0]["tokens"].tolist() == [*prompt, answer[0]]
     assert task.train[1]["tokens"].tolist() == [*prompt, decoder.end]  # an empty answer
     for i in range(2):

@@ -28,6 +28,7 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
         show_line(console, verdict(plan))
     if ways:
         console.print(_table_of_ways(ways))
+        show_line(console, "docs/gradients.md explains the ways.")
     for line in (*advice(run_plan, arguments), assumptions(plan)):
         show_line(console, line)
 

@@ -78,7 +78,8 @@ class Examples:
         lengths, kept = self._encoded.whole, self._kept
         median, high = np.percentile(lengths, [50, 95])
         usual = f"median {median:.0f} tokens, 95th percentile {high:.0f}, longest {lengths.max()}"
-        cut = f"{np.count_nonzero(lengths[kept] > self._most)} were cut to {self._most}"
+        count = np.count_nonzero(lengths[kept] > self._most)
+        cut = f"{count} were cut by --sequence-length {self.longest}"
         return f"{len(lengths)} examples: {usual}; {cut}, {len(lengths) - len(kept)} dropped"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Shard
@@ -43,6 +44,7 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
     }
     return options | {
         leaf.spec.name: {
+            "shape": list(leaf.spec.shape),
             "channel axis": leaf.spec.axis,
             "selected channels": leaf.spec.k,
             "weight decay": leaf.spec.decay,
@@ -53,7 +55,7 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
     }
 
 
-def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
+def abstract_engine_state(opt_state: PyTree) -> dict[str, Any]:
     """Returns the tree of `HostEngine.state` without values, a template for restoring checkpoints.
 
     Args:
@@ -106,11 +108,17 @@ def encoded(run: RunState, state: ZenFlowState) -> np.ndarray:
 
 def decoded(array: Any, state: ZenFlowState) -> tuple[RunState, dict[str, Any]]:
     """Returns the run state and options of an `encoded` array; `state` as in `encoded`."""
-    tree = json.loads(bytes(np.asarray(array)))
-    options, like = tree.pop("options"), first_run_state(state)
-    saved = zip(tree.pop("schedule_state"), like.schedule_state, strict=True)
-    schedule_state = ScheduleState._make(np.asarray(x, y.dtype)[()] for x, y in saved)
-    return RunState(**tree, schedule_state=schedule_state), options
+    like = first_run_state(state)
+    try:
+        tree = json.loads(bytes(np.asarray(array)))
+        options = tree.pop("options")
+        saved = zip(tree.pop("schedule_state"), like.schedule_state, strict=True)
+        schedule_state = ScheduleState._make(np.asarray(x, y.dtype)[()] for x, y in saved)
+        return RunState(**tree, schedule_state=schedule_state), options
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"The run state in `engine_state` is damaged: {error}. Use another checkpoint."
+        ) from error
 
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:

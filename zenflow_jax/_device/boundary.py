@@ -5,9 +5,9 @@ other arrays are also ranges.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,26 @@ from zenflow_jax._device.channels import (
     take,
     top_channels,
 )
+from zenflow_jax._device.memory import to_device
 from zenflow_jax._device.shards import (
     BLOCK,
     CHANNELS,
     EACH_DEVICE,
     HOST_ORDER,
     PART,
+    REPLICATED,
     Shard,
     each_leaf,
     join,
     row,
     split,
 )
-from zenflow_jax._device.state import LeafState, cut, cut_state, put, put_state
+from zenflow_jax._device.state import LeafState, ZenFlowState, cut, cut_state, put, put_state
 from zenflow_jax._device.statistics import kept_share
+from zenflow_jax._device.step import provisional_change
 from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._spec.scalars import StepScalars
+from zenflow_jax._spec.schedule import Schedule
 
 Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]
@@ -53,38 +58,83 @@ def _becomes_weight(spec: LeafSpec) -> bool:
     return spec.start is None and not gathered and not spec.trailing
 
 
+class LastMove(NamedTuple):
+    """The last step's provisional move: gradients and scalars, as sent, but on the device."""
+
+    mail: Sequence[Any]  # of the leaves in a merge
+    step_scalars: StepScalars
+
+    @classmethod
+    def of(cls, state: ZenFlowState, leaves: Iterable[int]) -> "LastMove | None":
+        """Returns the move of the leaves with these numbers; None if updates do not keep it."""
+        if not state.schedule.keeps_last_move:
+            return None
+        return to_device(cls([state.mail[i] for i in leaves], state.step_scalars))
+
+
 # A merge consumes uploads, never the caller's parameters, which may still be in use. An upload of
 # the same size becomes the new parameter.
-@partial(jax.jit, static_argnames="specs", donate_argnames="donated")
+@partial(jax.jit, static_argnames=("specs", "schedule"), donate_argnames="donated")
 def merge(
-    weights: Arrays, donated: Arrays, kept: Arrays, during: Array, after: Array, *, specs: Specs
+    weights: Arrays,
+    donated: Arrays,
+    kept: Arrays,
+    during: Array,
+    after: Array,
+    moved: LastMove | None,
+    *,
+    specs: Specs,
+    schedule: Schedule,
 ) -> list[Array]:
     """Returns the parameters with a window's update on deferred channels.
 
     `donated` and `kept` come from `split_uploads`; `specs` are for leaves or ranges. `during` and
     `after` are rows of the channels selected during the window and since then; the update contains
-    neither.
+    neither. The result also contains the move `moved`.
     """
+    mail: Sequence[Any] = [None] * len(specs)
+    lengths, rank = mail, None
+    if moved is not None:
+        mail, sent = list(map(cut, moved.mail, specs)), moved.step_scalars.unpack()
+        rates = [sent.adam.scaled(spec.lr_scale).learning_rate for spec in specs]
+        counts = sent.finite > 0
+        lengths = [schedule.provisional_step(sent.step, rate, counts) for rate in rates]
+        if mail[0].ndim != len(specs[0].shape):
+            rank = mail[0].ndim  # it was in host memory
 
     def merge_leaf(
-        shard: Shard, weight: Array, upload: Array, during: Array, after: Array
+        shard: Shard,
+        weight: Array,
+        upload: Array,
+        during: Array,
+        after: Array,
+        mail: Array | None,
+        length: Any,
     ) -> Array:
         block = shard.block
         either = (contains(x.reshape(*block.stack, block.k), block.n) for x in (during, after))
         selected = broadcast_channels(next(either) | next(either), block)
-        return jnp.where(selected, weight, shard.gather(block.turned(upload)))
+        new = shard.gather(block.turned(upload))
+        if mail is not None:
+            sign = jnp.sign(mail.reshape(upload.shape)).astype(jnp.int8)
+            sign = shard.gather(block.turned(sign)).astype(jnp.float32)
+            change = provisional_change(new, length * sign)
+            new = (new.astype(jnp.float32) + change).astype(new.dtype)
+        return jnp.where(selected, weight, new)
 
     uploads = {True: iter(donated), False: iter(kept)}
     widths = channel_widths(specs)
     new = each_leaf(
         merge_leaf,
         specs,
-        [BLOCK, HOST_ORDER, EACH_DEVICE, EACH_DEVICE],
+        [BLOCK, HOST_ORDER, EACH_DEVICE, EACH_DEVICE, partial(HOST_ORDER, rank=rank), REPLICATED],
         BLOCK,
         map(cut, weights, specs),
         (next(uploads[_becomes_weight(spec)]) for spec in specs),
         split(during, widths),
         split(after, widths),
+        mail,
+        lengths,
     )
     return list(map(put, weights, new, specs))
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from zenflow_jax._device.channels import take
 from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, with_rank
@@ -24,7 +25,7 @@ from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._version import LAYOUT, LAYOUT_NAME
 
 
-def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
+def first_state(params: PyTree, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
     """Makes the state for `zenflow().init`, from concrete, traced or abstract arrays."""
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)

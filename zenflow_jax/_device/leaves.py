@@ -1,19 +1,47 @@
 """Matches the leaves of a caller's tree with the state's leaves, and checks them."""
 
+import dataclasses
+import functools
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._device.streamed import is_streamed
 from zenflow_jax._spec.leaf import LeafSpec, plain_name
 
 
-class Places:
-    """Finds a state's leaves by key path in a caller's tree, which may contain other leaves.
+@dataclasses.dataclass(frozen=True)
+class CallerTree:
+    """A caller's parameters, which may contain leaves that are not in the state."""
+
+    leaves: Sequence[Any]
+    treedef: Any
+    places: Sequence[int]  # the index in `leaves` of each leaf in the state
+
+    @functools.cached_property
+    def weights(self) -> list[Any]:
+        """Returns the leaves in the state, in its order."""
+        return [self.leaves[i] for i in self.places]
+
+    @property
+    def tree(self) -> Any:
+        return jax.tree.unflatten(self.treedef, self.leaves)
+
+    def put(self, numbers: Sequence[int], weights: Sequence[jax.Array]) -> "CallerTree":
+        """Returns this tree with `weights` as the state's leaves with these numbers."""
+        leaves = list(self.leaves)
+        for i, weight in zip(numbers, weights, strict=True):
+            leaves[self.places[i]] = weight
+        return dataclasses.replace(self, leaves=leaves)
+
+
+class Matcher:
+    """Finds a state's leaves by key path in a caller's tree; rejects other shapes and dtypes.
 
     Searches only once for each structure, because callers pass a tree at every step.
     """
@@ -23,17 +51,24 @@ class Places:
         # The last structures, in a list because a dict would hash them.
         self._known: list[tuple[Any, list[int]]] = []
 
-    def __call__(self, params: Any) -> tuple[list[Any], Any, list[int]]:
-        """Returns the leaves of `params`, their structure, and the index of each state leaf."""
+    def __call__(self, params: PyTree) -> CallerTree:
         leaves, treedef = jax.tree.flatten(params)
-        for structure, places in self._known:
-            if structure == treedef:
-                return leaves, treedef, places
-        places = self._find(params)
-        self._known = [(treedef, places), *self._known[: _STRUCTURES - 1]]
-        return leaves, treedef, places
+        places = next((x for structure, x in self._known if structure == treedef), None)
+        if places is None:
+            places = self._find(params)
+            self._known = [(treedef, places), *self._known[: _STRUCTURES - 1]]
+        found = CallerTree(leaves, treedef, places)
+        for leaf, spec in zip(found.weights, self._specs, strict=True):
+            shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+            if shape != spec.shape or dtype != spec.dtype:
+                kind = type(leaf).__name__ if shape is None else f"{dtype} {shape}"
+                raise ValueError(
+                    f"{spec.name} is {kind} in `params`, but {spec.dtype.name} {spec.shape} in the "
+                    "state. Pass the tree that `tx.init` saw."
+                )
+        return found
 
-    def _find(self, params: Any) -> list[int]:
+    def _find(self, params: PyTree) -> list[int]:
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
         by_name = {plain_name(path): i for i, (path, _) in enumerate(paths)}
         if len(by_name) < len(paths):
@@ -47,10 +82,8 @@ class Places:
             unknown = sorted(by_name.keys() - set(names))
             raise ValueError(
                 f"`params` lacks {first_names(missing)}, which the state was made for, among its "
-                f"{len(paths)} leaves"
-                f"{f', and has {first_names(unknown)} instead' if unknown else ''}. Pass the "
-                "tree that `tx.init` got: `nnx.state(model)` for an nnx model, and a tree without "
-                "`optax.flatten`."
+                f"{len(paths)} leaves (others are {first_names(unknown) or 'none'}). Pass the tree "
+                "that `tx.init` got: `nnx.state(model)` for nnx, and without `optax.flatten`."
             )
         return [by_name[name] for name in names]
 
@@ -65,27 +98,11 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(name or "a bare array" for name in names[:4]) + more
 
 
-def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Rejects parameters whose shapes or dtypes differ from the state's."""
-    for leaf, spec in zip(weights, specs, strict=True):
-        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-        if shape != spec.shape or dtype != spec.dtype:
-            raise ValueError(
-                f"{spec.name} is {type(leaf).__name__ if shape is None else f'{dtype} {shape}'} in "
-                f"`params`, but {spec.dtype.name} {spec.shape} in the state. Pass the tree that "
-                "`tx.init` saw."
-            )
+def match_leaves(params: PyTree, state: ZenFlowState) -> CallerTree:
+    return Matcher([leaf.spec for leaf in state.leaves])(params)
 
 
-def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list[int]]:
-    """Returns the result of `Places` for `params`, after checking shapes and dtypes."""
-    specs = [leaf.spec for leaf in state.leaves]
-    weights, treedef, places = Places(specs)(params)
-    check_leaves([weights[i] for i in places], specs)
-    return weights, treedef, places
-
-
-def check_update(updates: Any, params: Any, state: Any) -> list[Any]:
+def check_update(updates: PyTree, params: PyTree, state: Any) -> list[Any]:
     """Returns the parameters' leaves; rejects trees that do not match the state."""
     if not isinstance(state, ZenFlowState):
         raise ValueError(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
+from jaxtyping import PyTree
 
 from zenflow_jax._spec.leaf import LeafSpec
 
@@ -49,6 +50,12 @@ def to_host(x: jax.Array, rank: int) -> jax.Array:
     return jax.device_put(with_rank(x, rank), jax.memory.Space.Host)
 
 
+def to_device(tree: T) -> T:
+    """Copies arrays in host memory to their devices; other arrays stay."""
+    where = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), tree)
+    return jax.device_put(tree, where)
+
+
 def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.Array:
     """Makes zeros in pinned host memory, next to the device that holds `like`."""
     shape = shape_with_rank(shape, rank)
@@ -57,7 +64,7 @@ def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.
     return jax.device_put(np.zeros(shape, dtype), beside(like, HOST))
 
 
-def copy_to_host(pieces: Any) -> Any:
+def copy_to_host(pieces: PyTree) -> Any:
     """Starts copying a tree of single-device arrays to pinned host memory next to each device.
 
     Plain copies run at any time; a device program would wait for its turn.
@@ -70,7 +77,7 @@ def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
     return SingleDeviceSharding(device, memory_kind=memory_kind)
 
 
-def commit(tree: Any, like: Any) -> Any:
+def commit(tree: PyTree, like: Any) -> Any:
     """Commits the arrays in `tree` to the device that holds `like`, if that is one device.
 
     A jitted step returns a committed state; after an uncommitted first state, jit would compile the
@@ -109,7 +116,7 @@ def read(x: jax.Array) -> np.ndarray:
     return np.asarray(alias)
 
 
-def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
+def upload(tree: PyTree, device: Any, memory_kind: str | None = None) -> Any:
     """Copies a tree of NumPy arrays to the device; the result never shares memory with them.
 
     The copies may still be running on return: do not change an array until the result is ready.
@@ -121,7 +128,7 @@ def upload(tree: Any, device: Any, memory_kind: str | None = None) -> Any:
     return jax.device_put(tree, SingleDeviceSharding(device, memory_kind=memory_kind))
 
 
-def nbytes(tree: Any) -> int:
+def nbytes(tree: PyTree) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from zenflow_jax._device.leaves import first_names, match_leaves
 from zenflow_jax._device.memory import HOST, read
@@ -150,14 +151,12 @@ def check_in_place(state: ZenFlowState, weights: Sequence[Any], *, typed: bool =
         raise ValueError(
             f"The state of {first_names(names)} is not where `tx.init(params)` puts it: mail in "
             "host memory, all else on the parameters' device or mesh. Before the first step, call "
-            "`opt_state = zenflow_jax.place(params, opt_state)`. If jit or a trainer moves arrays, "
-            "pass the result's shardings, `jax.tree.map(lambda x: x.sharding, opt_state)`, which "
-            "include memory kinds, as `in_shardings` and `out_shardings`; if that is impossible, "
-            'use `zenflow(send_gradients="after_step")`, whose mail is on the device.'
+            "`zenflow_jax.place(params, opt_state)`, and pass the result's shardings to jit "
+            '(docs/usage.md, "A state in another place").'
         )
 
 
-def check_arrays(state: Any, kinds: type | tuple[type, ...] = jax.Array) -> None:
+def check_arrays(state: PyTree, kinds: type | tuple[type, ...] = jax.Array) -> None:
     """Rejects leaves that are not arrays, such as shapes that a checkpoint library left."""
     pairs = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: hasattr(x, "shape"))
     wrong = [(path, x) for path, x in pairs if not isinstance(x, kinds) or isinstance(x, Tracer)]
@@ -165,14 +164,13 @@ def check_arrays(state: Any, kinds: type | tuple[type, ...] = jax.Array) -> None
         names = first_names([jax.tree_util.keystr(path) for path, _ in wrong])
         raise TypeError(
             f"The optimizer state contains a {type(wrong[0][1]).__name__} instead of a jax array "
-            f"at {names}. Pass the state that `tx.init` or the step returned, outside jit (jit the "
-            "step, not the function that `attach` returns). For flax nnx, pass model and optimizer "
-            "to `exchange_nnx` or `flush_nnx`. Restore every leaf from a checkpoint; "
-            "`zenflow_jax.place(params, opt_state)` puts NumPy arrays on the devices."
+            f"at {names}. Pass the state that `tx.init` or the step returned, outside jit; for "
+            "flax nnx, call `exchange_nnx` or `flush_nnx`. `zenflow_jax.place(params, opt_state)` "
+            "puts restored NumPy arrays on the devices."
         )
 
 
-def place(params: Any, opt_state: Any) -> Any:
+def place(params: PyTree, opt_state: PyTree) -> Any:
     """Moves an optimizer state to where `tx.init(params)` puts it outside jit.
 
     A state that was made under jit, restored, or moved by a trainer may have its mail in device
@@ -215,7 +213,7 @@ def place(params: Any, opt_state: Any) -> Any:
     return replace_state(opt_state, jax.tree.map(put, state, expected))
 
 
-def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
+def state_shardings(tx: Any, param_shapes: PyTree, param_shardings: PyTree) -> Any:
     """Returns the shardings, with memory kinds, of the state that `tx.init` makes.
 
     Pass them to jit (`out_shardings` of the function that makes the state, `in_shardings` and
@@ -268,9 +266,8 @@ def state_shardings(tx: Any, param_shapes: Any, param_shardings: Any) -> Any:
     return replace_state(shardings, placed)
 
 
-def weights_in_place(params: Any, state: ZenFlowState, *, abstract: bool = False) -> list[Any]:
+def weights_in_place(params: PyTree, state: ZenFlowState, *, abstract: bool = False) -> list[Any]:
     """Returns the parameters of the state's leaves, after checking their placement."""
-    leaves, _, places = match_leaves(params, state)
-    weights = [leaves[i] for i in places]
+    weights = match_leaves(params, state).weights
     check_placement(weights, [leaf.spec for leaf in state.leaves], abstract=abstract)
     return weights

@@ -18,6 +18,7 @@ from jax.core import eval_jaxpr
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from zenflow_jax._device.streamed import Streamed
 from zenflow_jax._spec.mesh import mesh_axes
@@ -47,7 +48,7 @@ class Scan:
     unroll: int
     line: str
 
-    def run_body(self, consts: Any, carry: Any, layer: Any) -> tuple[Any, Any]:
+    def run_body(self, consts: Any, carry: PyTree, layer: Any) -> tuple[Any, Any]:
         """Returns the carry and the outputs of one layer."""
         pairs = zip(self.layers, layer, strict=True)
         layer = [x.change(value) if is_stack(x) else value for x, value in pairs]
@@ -62,7 +63,6 @@ class Evaluation:
     chooser: str  # the function whose `where` chooses the stacks
     lines: dict[int, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     caller: str = ""  # the line of the call that the jaxpr belongs to
-    has_scan: bool = True  # whether the loss has any scan
     checks = True  # whether a scan may read stacks only layer by layer
 
     def scan(self, scan: Scan) -> Sequence[Any]:
@@ -84,7 +84,7 @@ class Evaluation:
 
     def run_whole(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         """Returns the results of a loss; rejects it unless it scans each stack exactly once."""
-        results = dataclasses.replace(self, has_scan=_has_scan(jaxpr)).run(jaxpr, inputs)
+        results = self.run(jaxpr, inputs)
         for x in filter(is_stack, inputs):
             if not self.lines[x.index]:
                 raise self._miscounted(x)
@@ -162,18 +162,11 @@ class Evaluation:
 
     def _misread(self, equation: JaxprEqn, inputs: Sequence[Any]) -> ValueError:
         name = next(x.name for x in inputs if is_stack(x))
-        if not self.has_scan or _adds_axis(equation):
-            how = "stacks its layers itself" if self.has_scan else "scans no layers"
-            return ValueError(
-                f"The loss {how}: `{equation.primitive}` reads {name} at {self._line(equation)}. "
-                "Stack the layers in `params`, along the first axis, and scan them; or "
-                f"{INSTEAD[self.chooser]}."
-            )
         return ValueError(
             f"`{equation.primitive}` reads {name} at {self._line(equation)}, but only a scan along "
-            "the first axis can read stacked layers. Stack layers along the first axis, move "
-            "operations on them into the scan's body, and do not put the scan inside a loop; or "
-            f"leave this leaf out with `{self.chooser}(where=...)`."
+            "the first axis can read stacked layers. Stack layers in `params`, move operations on "
+            "them into the scan's body, and do not put the scan inside a loop; leave this leaf out "
+            f"with `{self.chooser}(where=...)`; or {INSTEAD[self.chooser]}."
         )
 
 
@@ -234,20 +227,6 @@ INSTEAD = {
     "layerwise.ScannedModel": "pass the functions `first`, `layer` and `last` to "
     "`layerwise.Trainer` (docs/layerwise.md)",
 }
-
-
-def _has_scan(jaxpr: Any) -> bool:
-    return any(
-        equation.primitive is primitives.scan_p
-        or any(_has_scan(x) for x in jax.tree.leaves(equation.params) if hasattr(x, "eqns"))
-        for equation in jaxpr.eqns
-    )
-
-
-def _adds_axis(equation: Any) -> bool:
-    """Returns whether an equation puts an axis before its input, as `jnp.stack` does."""
-    shape = equation.invars[0].aval.shape
-    return equation.outvars[0].aval.shape[1:] == shape and equation.primitive.name != "scan"
 
 
 def is_stack(x: Any) -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.mesh import MeshAxes, explicit_axes, mesh_axes, partition_spec
@@ -145,7 +146,7 @@ CHANNELS, EACH_DEVICE = Shard.at_channels, Shard.at_each_device
 
 
 def on_each_device(
-    f: Callable[..., Any], spec: LeafSpec, takes: Sequence[Any], gives: Any
+    f: Callable[..., Any], spec: LeafSpec, takes: Sequence[Any], gives: PyTree
 ) -> Callable[..., Any]:
     """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
@@ -203,7 +204,7 @@ def each_leaf(
     f: Callable[..., Any],
     specs: Sequence[LeafSpec],
     takes: Sequence[Any],
-    gives: Any,
+    gives: PyTree,
     *columns: Iterable[Any],
 ) -> Iterator[Any]:
     """Runs `on_each_device` for one leaf after another; a column contains every leaf's argument."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.tree_util import SequenceKey
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 from zenflow_jax._device.shards import CHANNELS, PART, REPLICATED
 from zenflow_jax._spec.leaf import LeafSpec
@@ -208,7 +208,7 @@ def put_state(whole: LeafState, part: LeafState) -> LeafState:
     return jax.tree.map(lambda x, y: put(x, y, spec), whole, part)
 
 
-def find_state(opt_state: Any) -> ZenFlowState:
+def find_state(opt_state: PyTree) -> ZenFlowState:
     """Finds the only `ZenFlowState` inside any optimizer state.
 
     Args:
@@ -253,11 +253,11 @@ def register_flax_serialization() -> None:
     # Not at import, because importing flax takes as long as importing this whole library.
     from flax import serialization
 
-    def read_leaves(target: LeafStates, saved: Any) -> LeafStates:
+    def read_leaves(target: LeafStates, saved: PyTree) -> LeafStates:
         leaves: Any = serialization.from_state_dict(target.leaves, saved)
         return target.replace(leaves)
 
-    def read_leaf(leaf: LeafState, saved: Any) -> LeafState:
+    def read_leaf(leaf: LeafState, saved: PyTree) -> LeafState:
         arrays = _arrays(leaf).items()
         new = leaf.replace(**{x: serialization.from_state_dict(y, saved[x]) for x, y in arrays})
         if (shapes := _shapes(new)) != (expected := _shapes(leaf)):
@@ -284,16 +284,16 @@ def _shapes(leaf: LeafState) -> dict[str, Any]:
     return {name: None if x is None else np.shape(x) for name, x in _arrays(leaf).items()}
 
 
-def is_nnx_state(tree: Any) -> bool:
+def is_nnx_state(tree: PyTree) -> bool:
     """Returns whether `tree` is an `nnx.State`, without importing flax."""
     return isinstance(tree, Mapping) and type(tree).__module__.startswith("flax.nnx")
 
 
-def has_state(tree: Any) -> bool:
+def has_state(tree: PyTree) -> bool:
     return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
-def replace_state(opt_state: Any, new: ZenFlowState) -> Any:
+def replace_state(opt_state: PyTree, new: ZenFlowState) -> Any:
     return jax.tree.map(lambda x: new if _is_state(x) else x, opt_state, is_leaf=_is_state)
 
 

@@ -21,7 +21,7 @@ from zenflow_jax._device.channels import (
     sum_squares,
     take,
 )
-from zenflow_jax._device.memory import to_host, with_rank
+from zenflow_jax._device.memory import with_rank
 from zenflow_jax._device.shards import (
     BLOCK,
     CHANNELS,
@@ -101,7 +101,9 @@ def split_gradient(
 
     gives = GradientParts(CHANNELS, PART, PART, partial(HOST_ORDER, rank=rank))
     seen = on_each_device(split, spec, [PART, CHANNELS], gives)(placed_gradient(g, spec), channels)
-    return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
+    if not crosses:
+        return seen
+    return seen._replace(mail=jax.device_put(seen.mail, jax.memory.Space.Host))
 
 
 def _packed_axis(shard: Shard) -> int:

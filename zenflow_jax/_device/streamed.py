@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from zenflow_jax._device.gpu_faults import check_slices
 from zenflow_jax._device.state import LeafState, Leaves
@@ -64,7 +65,7 @@ class Streamed:
     A `Streamed` is not an array, so any other read fails.
     """
 
-    weights: Any
+    weights: PyTree
     channels: Any  # selected channels, as float32 because jax.grad needs floats
     probes: Probes
     sending: _Sending
@@ -81,9 +82,8 @@ class Streamed:
         """Rejects conversion to an array, which all jax functions try."""
         raise TypeError(
             f"Only `streaming.scan_layers` can read the {self.dtype} {self.shape} that "
-            "`streaming.stream` returned. If the model has its own scans, differentiate "
-            "`streaming.stream_scans(loss_fn)`, and pass this array as an argument. Move other "
-            "operations on it into the scan's body."
+            "`streaming.stream` returned. Move operations on it into the scan's body; for a "
+            "model's own scans, differentiate `streaming.stream_scans(loss_fn)`."
         )
 
     def __getitem__(self, _: Any) -> Any:
@@ -111,20 +111,20 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
 
 
 @jax.custom_jvp
-def _with_no_derivative(weights: Any) -> Any:
+def _with_no_derivative(weights: PyTree) -> Any:
     """Returns weights that reject a derivative through `stream`, because it would be zero."""
     return check_slices(weights)
 
 
 @_with_no_derivative.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: PyTree, tangents: PyTree) -> Any:
     raise ValueError(
         "`streaming.stream` is called inside the function that you differentiate. Call it outside: "
         "`jax.grad(loss)(streaming.stream(params, opt_state))`."
     )
 
 
-def check_layers_whole(spec: LeafSpec, weights: Any) -> None:
+def check_layers_whole(spec: LeafSpec, weights: PyTree) -> None:
     """Rejects leaves that a mesh divides along their first axis, or that have Explicit axes."""
     place = spec.placement
     if place is None:
@@ -163,11 +163,11 @@ def layer_weights(layer: Streamed) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _passed(sending: _Sending, weights: Any, channels: Any, probes: Any) -> Any:
+def _passed(sending: _Sending, weights: PyTree, channels: Any, probes: PyTree) -> Any:
     return weights
 
 
-def _forward(sending: _Sending, weights: Any, channels: Any, probes: Any) -> Any:
+def _forward(sending: _Sending, weights: PyTree, channels: Any, probes: PyTree) -> Any:
     return weights, channels
 
 

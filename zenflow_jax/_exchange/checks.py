@@ -4,8 +4,6 @@ Each call compares shardings with the last correct shardings, because a compiled
 same objects every time.
 """
 
-import dataclasses
-import functools
 import logging
 import math
 import operator
@@ -15,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
-from zenflow_jax._device.leaves import LOOPS, Places, check_leaves
+from zenflow_jax._device.leaves import LOOPS, CallerTree, Matcher
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import (
     check_arrays,
@@ -25,14 +24,13 @@ from zenflow_jax._device.placing import (
     weights_in_place,
 )
 from zenflow_jax._device.state import ZenFlowState, find_state, has_state
-from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.leaf import as_pure
 from zenflow_jax._spec.rules import SendGradients
 
 _logger = logging.getLogger("zenflow_jax")
 
 
-def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any]]:
+def checked(params: PyTree, opt_state: PyTree, fresh: bool) -> tuple[ZenFlowState, list[Any]]:
     """Returns the state and each leaf's parameter. A `fresh` state must come from `tx.init`."""
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
@@ -54,10 +52,8 @@ def _check_one_run(state: ZenFlowState) -> None:
     shape = np.shape(state.step)
     if shape:
         raise ValueError(
-            f"The state has {math.prod(shape)} copies of each array, from `jax.pmap`, "
-            "`flax.jax_utils.replicate` or `jax.vmap(tx.init)`. To train on several devices, use "
-            f"`jit` instead of `pmap` {LOOPS}. For several runs, give each its own state, step and "
-            "engine; stacked layers need no `vmap`."
+            f"The state has {math.prod(shape)} copies of each array, from `pmap`, `replicate` or "
+            f"`vmap`. Use `jit` instead of `pmap` {LOOPS}; for several runs, make several states."
         )
 
 
@@ -65,27 +61,26 @@ def _check_fresh(state: ZenFlowState) -> None:
     step = int(read(state.step))
     if step:
         raise ValueError(
-            f"The state is from step {step}, but a new engine lacks the moments of the deferred "
-            "channels. Make the engine before the first step, or pass the `engine_state` that was "
-            "saved with this state, or start from the parameters alone, with `tx.init(params)`."
+            f"The state is from step {step}, but a new engine lacks the deferred channels' "
+            "moments. Pass the `engine_state` that was saved with this state, or start from the "
+            "parameters alone, with `tx.init(params)`."
         )
 
 
-def _is_wrapped(opt_state: Any, state: ZenFlowState) -> bool:
+def _is_wrapped(opt_state: PyTree, state: ZenFlowState) -> bool:
     """Returns whether a branch may withhold an update; rejects branches jax could not trace."""
     around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
     if around and state.send_gradients == SendGradients.AFTER_STEP:
         wrapper = type(around[0]).__name__.removesuffix("State")
         raise ValueError(
-            f'`optax.{wrapper}` does not work with send_gradients="after_step": both branches of '
-            "its condition must return the same shapes, but a step's mail differs in shape "
-            "from its input. Sum micro-batches inside the step, or omit `send_gradients`; steps "
-            "whose gradients are not finite are skipped anyway."
+            f'`optax.{wrapper}` does not work with send_gradients="after_step", whose mail differs '
+            "in shape from a step's input. Omit one of the two (docs/gradients.md, "
+            '"Wrappers with a branch").'
         )
     return bool(around)
 
 
-def _warn_about_later_transformations(opt_state: Any) -> None:
+def _warn_about_later_transformations(opt_state: PyTree) -> None:
     """Warns about transformations after zenflow, whose effect rounding may hide.
 
     A mask after zenflow's own mask may contain all other leaves.
@@ -97,15 +92,13 @@ def _warn_about_later_transformations(opt_state: Any) -> None:
         later = [x for x in chain[place + 1 :] if not isinstance(x, mask_types)]
         if later:
             _logger.warning(
-                "Other transformations follow zenflow in its chain. They do not act on the host's "
-                "updates, and the engine can reject them only where they visibly change a weight. "
-                "Put zenflow last: pass a variable `learning_rate`, and freeze leaves "
-                "with `optax.partition`."
+                "Other transformations follow zenflow in its chain, and do not act on the host's "
+                'updates. Put zenflow last (docs/usage.md, "Changes that an engine rejects").'
             )
         _warn_about_later_transformations(chain[place])
 
 
-def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
+def accumulations(opt_state: PyTree) -> list[optax.MultiStepsState]:
     """Returns the `optax.MultiSteps` states around zenflow's state, the outermost first."""
     states, rest = [], opt_state
     while inner := [x for x in _states(rest, (optax.MultiStepsState,)) if has_state(x)]:
@@ -114,7 +107,7 @@ def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
     return states
 
 
-def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
+def _states(tree: PyTree, kinds: tuple[type, ...]) -> list[Any]:
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
     return [x for x in nodes if isinstance(x, kinds)]
 
@@ -122,22 +115,16 @@ def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
 class StateChecker:
     """Rejects states and parameters from outside a run. Must be used from one thread only."""
 
-    def __init__(
-        self,
-        state: ZenFlowState,
-        weights: Sequence[jax.Array],
-        offloaded: OffloadedLeaves,
-    ):
-        self._offloaded = offloaded
+    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array]):
         self._schedule = state.schedule
         self._specs = [leaf.spec for leaf in state.leaves]
-        self._places = Places(self._specs)
+        self._match = Matcher(self._specs)
         self._on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
         # The last correct shardings of state and parameters.
         self._state_shardings: list[Any] = []
         self._param_shardings: list[Any] = []
 
-    def state(self, opt_state: Any) -> ZenFlowState:
+    def state(self, opt_state: PyTree) -> ZenFlowState:
         """Returns the state in `opt_state`."""
         state = find_state(opt_state)
         if [x.spec for x in state.leaves] != self._specs or state.schedule != self._schedule:
@@ -156,10 +143,9 @@ class StateChecker:
             check_in_place(state, weights)
             self._state_shardings = shardings
 
-    def take(self, params: Any) -> "CallerTree":
+    def take(self, params: PyTree) -> CallerTree:
         """Splits parameters into leaves; rejects different shapes, dtypes or placements."""
-        taken = CallerTree(*self._places(params), self._offloaded)
-        check_leaves(taken.weights, self._specs)
+        taken = self._match(params)
         shardings = [getattr(weight, "sharding", None) for weight in taken.weights]
         if not _same(shardings, self._param_shardings):
             check_placement(taken.weights, self._specs)
@@ -169,32 +155,3 @@ class StateChecker:
 
 def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
     return len(current) == len(last) and all(map(operator.is_, current, last))
-
-
-@dataclasses.dataclass(frozen=True)
-class CallerTree:
-    """A caller's `params`, which may contain leaves that are not in the state."""
-
-    leaves: Sequence[Any]
-    treedef: Any
-    places: Sequence[int]  # the index in `leaves` of each leaf in the state
-    known: OffloadedLeaves
-
-    @functools.cached_property
-    def weights(self) -> list[Any]:
-        return [self.leaves[i] for i in self.places]
-
-    @functools.cached_property
-    def offloaded(self) -> list[Any]:
-        return self.known.pick(self.weights)
-
-    @property
-    def tree(self) -> Any:
-        return jax.tree.unflatten(self.treedef, self.leaves)
-
-    def with_offloaded(self, weights: Sequence[jax.Array]) -> "CallerTree":
-        """Returns this tree with `weights` instead of the offloaded leaves."""
-        leaves = list(self.leaves)
-        for i, weight in zip(self.known.pick(self.places), weights, strict=True):
-            leaves[i] = weight
-        return dataclasses.replace(self, leaves=leaves)

@@ -80,10 +80,8 @@ class Integrity:
                 self._error = (
                     f"Something other than zenflow changed {first_names(changed)} in or after step "
                     f"{step}, and this engine does not accept further steps. Pass each step the "
-                    "parameters that the last `exchange` or `flush` returned, and apply updates "
-                    "with `optax.apply_updates`. Put zenflow last in its chain; for a variable "
-                    "learning rate, use `optax.inject_hyperparams`. To change weights during a "
-                    "run, call `flush` and `tx.init(params)`, then make a new engine."
+                    "parameters that the last `exchange` or `flush` returned. Put zenflow last in "
+                    'its chain (docs/usage.md, "Changes that an engine rejects").'
                 )
         if self._error:
             raise RuntimeError(self._error)

@@ -1,15 +1,12 @@
 """Messages from the calling thread to the worker, with futures for the results."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from zenflow_jax._device.memory import copy_to_host
-from zenflow_jax._diagnostics.timeline import Recorder
-from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.scalars import MISUSED, USED, StepScalars
 
 
@@ -44,26 +41,21 @@ class Mail(_Message):
         if token == USED:
             raise RuntimeError(
                 f"Step {step} followed another step without an `exchange`, so mail is lost. Call "
-                "`params, opt_state = engine.exchange(params, opt_state)` after every step, and "
-                "pass its results to the next step. A loop of steps must be in Python, not in "
-                "`lax.scan`."
+                "`params, opt_state = engine.exchange(params, opt_state)` after every step."
             )
         if token == MISUSED:
             raise RuntimeError(
-                f"The gradients of streamed layers at step {step} are not the gradients from "
-                "`jax.grad`, so the parameters are now NaN: some code scaled or summed them, used "
-                "a layer twice or never, stopped its gradient (`lax.stop_gradient` in the scan's "
-                "body), or read the weights outside the scan. Fix the model "
-                '(docs/gradients.md, "Scanned layers"), and resume from a checkpoint.'
+                f"The gradients of streamed layers at step {step} are not those of `jax.grad`, so "
+                "the parameters are now NaN: some code changed them, used a layer twice or never, "
+                "or read the weights outside the scan. Fix the model (docs/gradients.md, "
+                '"Scanned layers"), and resume from a checkpoint.'
             )
         if step == 0:  # scalars that no step wrote
             raise RuntimeError(
-                f"The state has no mail from step {self.step}, because `update` did not write it: "
-                "a wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
-                "around `tx.update`), a dynamic loss scale kept the old state (`jnp.where(finite, "
-                "new, old)`), or the state is fresh from `tx.init`. With `MultiSteps`, call "
-                "`exchange` only if `multi_steps.has_updated(opt_state)`. Omit `apply_if_finite`, "
-                "and always use the new state: zenflow skips steps that are not finite."
+                f"The state has no mail from step {self.step}: `tx.update` did not run, or a "
+                "wrapper or a loss scale kept the old state. Call `exchange` only after an update, "
+                "and always keep the new state: zenflow skips steps that are not finite "
+                '(docs/usage.md, "Changes that an engine rejects").'
             )
         if (step, token) != (self.step, self.token):
             raise RuntimeError(
@@ -74,54 +66,22 @@ class Mail(_Message):
 
 
 @dataclass(eq=False)
-class Close(_Message):
-    """Closes a group's open window. `done` resolves to its update, for each part and device.
+class Update(_Message):
+    """A group's update, from the end of its window until the caller has merged it.
 
-    Parts that are not prefetched have no update. If no step in the window counted, the list is
-    empty. Channels may be handed over first: the worker owns the leaving arrays until `entered`
-    resolves to the newly selected channels' arrays, (master, mu, nu, steps) or None, for each part
-    and device.
+    `done` resolves to its uploads, for each part and device. Parts that are not prefetched have
+    none. If no step in the window counted, the list is empty. Channels may be handed over first:
+    the worker owns the leaving arrays until `entered` resolves to the newly selected channels'
+    arrays, (master, mu, nu, steps) or None, for each part and device.
     """
 
     group: int
-    merged_uploads: list[Any]  # merged uploads, to be freed
+    merged_uploads: list[Any] = field(default_factory=list)  # of earlier updates, to be freed
     leaving: Sequence[tuple[jax.Array, ...] | None] = ()  # for each leaf, as in `entered`
     chosen: Sequence[jax.Array] = ()  # the newly selected channels
     entered: Future = field(default_factory=Future)
+    before: jax.Array | None = None  # channels selected in its window, if replaced since then
 
     @property
     def promises(self) -> list[Future]:
         return [self.done, self.entered]
-
-
-class Receiver:
-    """Waits for messages' arrays, so that the worker can continue an update in the meantime."""
-
-    def __init__(self, offloaded: OffloadedLeaves, recorder: Recorder):
-        self._offloaded, self._recorder = offloaded, recorder
-        self._mail = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
-
-    def receive(self, item: Mail, arrived: Callable[[], None]) -> None:
-        """Starts waiting for a message's arrays; calls `arrived` when they are in host memory."""
-        times = self._recorder.dispatched(item.step)
-        item.arrived = self._mail.submit(self._receive_mail, item, times)
-        item.arrived.add_done_callback(lambda _: arrived())
-
-    def close(self) -> None:
-        """Stops accepting messages; does not wait."""
-        self._mail.shutdown(wait=False)
-
-    def _receive_mail(self, item: Mail, times: tuple[float, float]) -> tuple[list, list]:
-        """Waits for each piece's gradient on its first device, and for the step scalars."""
-        step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
-        pieces = [part.of(item.gradients[part.leaf]) for part in self._offloaded.firsts]
-        if item.on_device:
-            step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
-        # Mail that the step itself sent is complete when the step ends; other mail arrives later.
-        jax.block_until_ready((step_scalars, item.step_scalars))
-        ended = self._recorder.step_ended(item.step, times)
-        jax.block_until_ready(pieces)
-        item.arrived_at = self._recorder.add("mail", "copy", item.step, ended)
-        # Dropped only now, after the caller dropped them, because the last holder has to free them.
-        item.gradients.clear()
-        return pieces, step_scalars

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zenflow_jax._device.memory import read, shape_with_rank, upload, without_units
+from zenflow_jax._device.memory import read, shape_with_rank, without_units
 from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._host.adam import HostAdam
@@ -34,7 +34,6 @@ class Part:
     piece: int  # number of the device's piece; all ranges of a stacked leaf share a piece
     spec: LeafSpec  # the spec as if the part were the whole leaf, in the host's axis order
     index: tuple[slice, ...]  # the part's place in the leaf, in the same order
-    trailing: bool  # whether the device has the last two axes exchanged
     first: int  # the number of its first channel in the leaf
     positions: tuple[int, ...]  # the positions of this process's devices that hold it
     devices: tuple[Any, ...]  # the jax devices at these positions
@@ -45,10 +44,6 @@ class Part:
         assert x is not None, "a part belongs to an offloaded leaf"
         return x.addressable_data(self.positions[0])
 
-    def turned(self, x: np.ndarray) -> np.ndarray:
-        """Returns an array in the other axis order: from the device's to the host's, or back."""
-        return x.swapaxes(-2, -1) if self.trailing else x
-
     def cut(self, piece: np.ndarray) -> np.ndarray:
         """Returns this part's range of the device's piece, which may be larger."""
         if self.spec.start is None or piece.shape[0] == self.spec.shape[0]:
@@ -58,10 +53,6 @@ class Part:
     def cut_mail(self, piece: np.ndarray) -> np.ndarray:
         """Returns this part's range of a mail's piece, without the unit axes."""
         return self.cut(piece.reshape(without_units(piece.shape, len(self.spec.shape))))
-
-    def on_devices(self, arrays: Any) -> list[Any]:
-        """Starts to upload a tree of the part's NumPy arrays to each device."""
-        return [upload(arrays, device) for device in self.devices]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +176,6 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
                         piece=piece,
                         spec=Shard(part).part,
                         index=index,
-                        trailing=leaf.trailing,
                         first=key[axis][0],
                         positions=positions,
                         devices=devices,
@@ -220,11 +210,11 @@ def new_host_state(
     compact: bool,
 ) -> HostState:
     """Makes the host's arrays from the parameters of the offloaded leaves."""
-    parts, states = offloaded.parts, offloaded.pick(state.leaves)
+    parts, states, specs = offloaded.parts, offloaded.pick(state.leaves), offloaded.specs
     return HostState(
         [part.spec for part in parts],
         # A generator, because apart from the masters there is room for a copy of only one part.
-        (host_part(weights[part.leaf], part) for part in parts),
+        (host_part(weights[part.leaf], part, specs[part.leaf]) for part in parts),
         (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
         adam,
         state.schedule,
@@ -233,13 +223,14 @@ def new_host_state(
     )
 
 
-def host_part(weight: jax.Array, part: Part) -> np.ndarray:
+def host_part(weight: jax.Array, part: Part, spec: LeafSpec) -> np.ndarray:
+    """Reads a part of a parameter, in the host's axis order; `spec` is the whole leaf's."""
     index = part.index
-    if part.trailing:
+    if spec.trailing:
         index = (*index[:-2], index[-1], index[-2])
     piece = piece_of(weight, index)
     assert piece is not None, "this process's parts are inside its blocks"
-    return part.turned(piece)
+    return spec.turned(piece)
 
 
 def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:

@@ -121,8 +121,7 @@ def check_pinned(needs: Mapping[str, int | float], platform: str) -> None:
         raise UnfitRunError(
             f"One GPU's pinned host memory is too small: the limit is {limit} GiB, but the run "
             f"needs {needed:.1f} ({each}). Set the environment variable "
-            f"{LIMIT_NAME}={limit_for(sum(needs.values()))} before jax starts; this number "
-            "includes a quarter more, for fragmentation."
+            f"{LIMIT_NAME}={limit_for(sum(needs.values()))} before jax starts."
         )
 
 

@@ -196,8 +196,7 @@ class Lifecycle:
         open_steps = max(self._progress.open_steps, default=0)
         if open_steps and self._progress.by_updates_alone:
             _logger.warning(
-                f"The parameters lack the gradients of up to {open_steps} steps, because the "
-                "engine was closed with open windows, and `provisional_share=None` disables "
-                "provisional steps. End the run where all windows close: with `rolling=False`, "
-                "after a multiple of `update_interval` steps."
+                f"The parameters lack the gradients of up to {open_steps} steps in open windows, "
+                "because `provisional_share=None` disables provisional steps. End the run where "
+                "all windows close: with `rolling=False`, after a multiple of `update_interval`."
             )

@@ -62,9 +62,9 @@ class Tokens:
             )
         if self._repeated:
             raise RuntimeError(
-                "A step was dropped: the last two calls to `exchange` got the same state, and now "
-                "another step follows. Call `exchange` after each step, with the step's results. "
-                "To continue training after a trainer has run its last hooks, call `flush` first."
+                "A step was dropped: the last two calls to `exchange` got the same state. Call it "
+                "after each step, with the step's results; to continue after a trainer's last "
+                "hooks, call `flush` first."
             )
 
     def check_between_steps(self, state: ZenFlowState, name: str) -> bool:

@@ -3,16 +3,15 @@
 Every process dispatches all of these programs in the same order.
 """
 
-import dataclasses
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 
 from zenflow_jax._device.boundary import (
+    LastMove,
     channel_rows,
     channel_widths,
     choose,
@@ -24,8 +23,8 @@ from zenflow_jax._device.boundary import (
     split_uploads,
 )
 from zenflow_jax._device.memory import read, upload
-from zenflow_jax._device.state import LeafState, Leaves
-from zenflow_jax._exchange.messages import Close
+from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState
+from zenflow_jax._exchange.messages import Update
 from zenflow_jax._exchange.parts import (
     Group,
     OffloadedLeaves,
@@ -38,14 +37,6 @@ from zenflow_jax._exchange.parts import (
 )
 from zenflow_jax._exchange.progress import EMPTY, NONE, PENDING
 from zenflow_jax._exchange.worker import Worker
-
-
-@dataclasses.dataclass
-class _Pending:
-    """A group's update that has not yet reached the parameters."""
-
-    update: Future  # the future `Close.done`
-    before: jax.Array | None = None  # channels selected in its window, if replaced since then
 
 
 class Updates:
@@ -69,18 +60,18 @@ class Updates:
         #: merge.
         self._merged_uploads: list[Any] = []
         #: Updates that have not reached the parameters, by group, in the order of their windows.
-        self.pending: dict[int, _Pending] = {}
+        self.pending: dict[int, Update] = {}
 
     @property
     def before(self) -> list[np.ndarray | None]:
         """Returns each part's channels `(entries, k)` in the pending window; None if unchanged."""
         channels: list[np.ndarray | None] = [None] * len(self._parts)
-        for number, pending in self.pending.items():
-            if pending.before is not None:
+        for number, update in self.pending.items():
+            if update.before is not None:
                 group = self._offloaded.groups[number]
                 ends = np.cumsum(channel_widths(group.specs))[:-1]
                 for i, part in zip(group.part_numbers, group.parts, strict=True):
-                    rows = np.split(read(part.of(pending.before)), ends, axis=1)
+                    rows = np.split(read(part.of(update.before)), ends, axis=1)
                     shape = part.spec.view3(part.spec.k)[:2]
                     channels[i] = rows[part.leaf].reshape(shape)
         return channels
@@ -89,31 +80,39 @@ class Updates:
         self.pending.clear()
         self._merged_uploads.clear()
 
-    def close_window(self, group: int, **hand_over: Any) -> Close:
-        """Closes a group's window and starts its update; `hand_over` contains fields of `Close`."""
+    def close_window(self, group: int, **hand_over: Any) -> Update:
+        """Closes a group's window and starts its update; `hand_over` has fields of `Update`."""
         assert group not in self.pending, "a window closed before the last update was collected"
-        close = Close(group, self._merged_uploads, **hand_over)
+        update = self.pending[group] = Update(group, self._merged_uploads, **hand_over)
         self._merged_uploads = []
-        self.pending[group] = _Pending(close.done)
-        self._worker.post(close)
-        return close
+        self._worker.post(update)
+        return update
 
     def wait(self) -> list[int]:
         """Waits for pending updates; returns each group's status: NONE, PENDING or EMPTY."""
         kinds = [NONE] * len(self._offloaded.groups)
-        for group, pending in self.pending.items():
-            kinds[group] = PENDING if self._worker.wait(pending.update, None) else EMPTY
+        for group, update in self.pending.items():
+            kinds[group] = PENDING if self._worker.wait(update.done, None) else EMPTY
         return kinds
 
     def collect(
-        self, weights: Sequence[jax.Array], groups: Sequence[int], after: jax.Array
+        self,
+        weights: Sequence[jax.Array],
+        groups: Sequence[int],
+        state: ZenFlowState,
+        *,
+        keep_move: bool = False,
     ) -> list[jax.Array]:
-        """Merges the pending updates of `groups`; `after` is an array from the last step."""
-        weights = list(weights)
+        """Merges the pending updates of `groups`; `state` is the last step's.
+
+        `keep_move` allows the parameters to keep the last step's provisional move. That step must
+        have followed the windows' ends.
+        """
+        weights, after = list(weights), state.step
         for number in groups:
             if number not in self.pending:
                 continue
-            uploads = self._worker.wait(self.pending[number].update, after)
+            uploads = self._worker.wait(self.pending[number].done, after)
             before = self.pending.pop(number).before
             group = self._offloaded.groups[number]
             if not uploads:
@@ -127,7 +126,9 @@ class Updates:
             donated, kept = split_uploads(new, group.specs)
             rows = self._rows[number]
             during = rows if before is None else before
-            merged = merge(params, donated, kept, during, rows, specs=group.specs)
+            moved = LastMove.of(state, group.pick(self._offloaded.places)) if keep_move else None
+            static = {"specs": group.specs, "schedule": state.schedule}
+            merged = merge(params, donated, kept, during, rows, moved, **static)
             if group.on_one_device:
                 self._merged_uploads.append(donated)
             for i, weight, old in zip(group.leaves, merged, params, strict=True):
@@ -141,7 +142,9 @@ class Updates:
         worker must be idle.
         """
         for i, part in enumerate(self._parts):
-            self._worker.host.take_master(i, host_part(weights[part.leaf], part))
+            self._worker.host.take_master(
+                i, host_part(weights[part.leaf], part, self._specs[part.leaf])
+            )
         self.loads += 1
 
     def masters(self, number: int) -> jax.Array:
@@ -186,7 +189,8 @@ class Updates:
         return uploads
 
     def _upload(self, i: int) -> list[jax.Array]:
-        return self._parts[i].on_devices(self._worker.leaves()[i].to_upload)
+        array = self._worker.leaves()[i].to_upload
+        return [upload(array, device) for device in self._parts[i].devices]
 
     def reselect(
         self, number: int, weights: list[jax.Array], leaves: Leaves, after: Any
@@ -213,9 +217,9 @@ class Updates:
             (master, s.mu, s.nu, s.steps) if s.spec.k else None
             for s, master in zip(states, current, strict=True)
         ]
-        close = self.close_window(number, leaving=leaving, chosen=chosen)
-        self.pending[number].before, self._rows[number] = self._rows[number], rows
-        entered = by_leaf(group.parts, self._worker.wait(close.entered, after))
+        before, self._rows[number] = self._rows[number], rows
+        update = self.close_window(number, leaving=leaving, chosen=chosen, before=before)
+        entered = by_leaf(group.parts, self._worker.wait(update.entered, after))
         masters: list[jax.Array | None] = [None] * len(states)
         for j, s in enumerate(states):
             states[j], masters[j] = replace_selection(s, chosen[j], scores[j], entered[j])
@@ -265,8 +269,6 @@ class Updates:
                 uploads = [self._upload(i) if early[i] else [] for i in group.part_numbers]
                 # The next update writes to the source arrays.
                 jax.block_until_ready(uploads)
-            update: Future = Future()
-            update.set_result(uploads)
             # Each device's rows in the order of leaves, by position.
             rows: dict[tuple[int, Any], list[np.ndarray]] = {}
             for i, part in zip(group.part_numbers, group.parts, strict=True):
@@ -277,4 +279,5 @@ class Updates:
             assert like is not None, "the channels have been noted"
             # Rows without channels (`topk_ratio=0`) are identical, and jit may place them anywhere.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
-            self.pending[number] = _Pending(update, rows_then)
+            self.pending[number] = update = Update(number, before=rows_then)
+            update.done.set_result(uploads)

@@ -1,6 +1,6 @@
 """The worker thread: takes in mail, runs host updates, and hands channels over.
 
-`post` queues work in order. An update is cut into pieces, which run whenever nothing else can, so
+`post` queues work in order. An update is cut into chunks, which run whenever nothing else can, so
 that the worker can take in the next window's mail during the update. This does not change results,
 because each window has its own gradient arrays. The thread does not run jitted programs or
 collectives.
@@ -13,18 +13,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from zenflow_jax._device.memory import copy_to_host, nbytes, read, view
+from zenflow_jax._device.memory import copy_to_host, nbytes, read, upload, view
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
-from zenflow_jax._exchange.messages import Close, Mail, Receiver
+from zenflow_jax._exchange.messages import Mail, Update
 from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, new_host_state
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, SelectedRows
@@ -61,9 +61,9 @@ class Worker:
         self.recorder = Recorder()
         self._max_skipped = max_skipped
         self._offloaded = offloaded
-        self._messages: deque[Mail | Close] = deque()  # unfinished, in order
-        self._receiver = Receiver(offloaded, self.recorder)
-        self._updates: deque[_Update] = deque()  # started, in order
+        self._messages: deque[Mail | Update] = deque()  # unfinished, in order
+        self._updates: deque[Iterator[None]] = deque()  # the remaining chunks of each, in order
+        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
         self._condition = threading.Condition()
         self.closed = False  # whether the thread has been told to end
         self._failure: _Failure | None = None  # why the thread ended, unless it was closed
@@ -78,17 +78,20 @@ class Worker:
         stop = weakref.WeakMethod(self.stop)
         atexit.register(lambda: (alive := stop()) and alive())
 
-    def post(self, item: Mail | Close) -> None:
-        if not isinstance(item, Close):
+    def post(self, message: Mail | Update) -> None:
+        """Queues a message; the thread takes it when its arrays are in host memory."""
+        if isinstance(message, Mail):
             try:
-                self._receiver.receive(item, self._wake)
+                times = self.recorder.dispatched(message.step)
+                message.arrived = self._receiver.submit(self._receive, message, times)
             except RuntimeError:
                 self.check()  # the thread's own failure is a better error
                 raise
+            message.arrived.add_done_callback(lambda _: self._wake())
         with self._condition:
-            self._messages.append(item)
+            self._messages.append(message)
             self._condition.notify()
-        # Checked after the append: the item fails, whether the failure came before or after it.
+        # Checked after the append: the message fails, whether the failure came before or after it.
         self._break_promises()
 
     @property
@@ -154,7 +157,7 @@ class Worker:
         self._wake()
 
     def stop(self) -> None:
-        """Ends the thread after its current piece of work. Safe to call twice."""
+        """Ends the thread after its current message or chunk. Safe to call twice."""
         self.request_stop()
         self._thread.join()
         self._break_promises()
@@ -187,46 +190,70 @@ class Worker:
             self._updates.clear()
             self.recorder.works_at(None)
             self.host.close()
-            self._receiver.close()
+            self._receiver.shutdown(wait=False)
 
     def _turn(self) -> None:
-        """Takes in one message, or runs one piece of an update."""
+        """Takes in one message, or runs one chunk of an update."""
         with self._condition:
             while not (self.closed or self._next() or self._updates):
                 self.recorder.works_at(None)
                 self._condition.wait()
             if self.closed:
                 raise _Stop
-            item = self._next()
-            if item is not None:
-                item.begun = True
-        if item is None:
-            self._continue_update()
-        elif isinstance(item, Close):
-            self._begin(item)
-        else:
+            message = self._next()
+            if message is not None:
+                message.begun = True
+        if isinstance(message, Mail):
             with jax.profiler.TraceAnnotation("zenflow: take in mail"):
-                self._step = item.step
-                self.recorder.works_at("take in", item.step)
-                self.recorder.add("mail", "unread", item.step, item.arrived_at)
-                self._take_in(item)
-            self._finish(item, None)
+                self._take_in(message)
+            self._finish(message, None)
+            return
+        if message is not None:
+            self._updates.append(self._make_update(message))
+        # A new update closes its window at once. Its other chunks wait for older updates.
+        chunks = self._updates[0 if message is None else -1]
+        with jax.profiler.TraceAnnotation("zenflow: host update"):
+            ended = next(chunks, self) is self
+        if ended:
+            self._updates.popleft()
 
-    def _next(self) -> Mail | Close | None:
+    def _next(self) -> Mail | Update | None:
         """Returns the next message, if its arrays have arrived."""
         first = next((message for message in self._messages if not message.begun), None)
         waits = first is None or (first.arrived is not None and not first.arrived.done())
         return None if waits else first
 
-    def _finish(self, message: Mail | Close, result: Any) -> None:
+    def _finish(self, message: Mail | Update, result: Any) -> None:
         self.recorder.works_at(None)  # before others read the seconds
         message.done.set_result(result)
         with self._condition:
             self._messages.remove(message)
 
+    def _receive(self, mail: Mail, times: tuple[float, float]) -> tuple[list, list]:
+        """Waits for each piece's gradient on its first device, and for the step scalars.
+
+        Runs in a separate thread, so that the worker can continue an update in the meantime.
+        """
+        step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(mail.step_scalars)]
+        pieces = [part.of(mail.gradients[part.leaf]) for part in self._offloaded.firsts]
+        if mail.on_device:
+            step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
+        # Mail that the step itself sent is complete when the step ends; other mail arrives later.
+        jax.block_until_ready((step_scalars, mail.step_scalars))
+        ended = self.recorder.step_ended(mail.step, times)
+        jax.block_until_ready(pieces)
+        mail.arrived_at = self.recorder.add("mail", "copy", mail.step, ended)
+        # Dropped only now, after the caller dropped them, because the last holder has to free them.
+        mail.gradients.clear()
+        return pieces, step_scalars
+
     def _take_in(self, mail: Mail) -> None:
+        self._step = mail.step
         self._where = f"the mail of step {mail.step}, window {self.host.windows + 1}"
-        gradients, step_scalars = mail.arrays()
+        self.recorder.works_at("take in", mail.step)
+        self.recorder.add("mail", "unread", mail.step, mail.arrived_at)
+        assert mail.arrived is not None
+        gradients, step_scalars = mail.arrived.result()
         sent = StepScalars(*map(view, step_scalars)).unpack()
         step, factor = int(sent.step), float(sent.factor)
         mail.check(step, int(sent.token))
@@ -251,27 +278,14 @@ class Worker:
         if not sent.finite:
             check_skipped_steps(before + 1, step, self._max_skipped)
 
-    def _begin(self, close: Close) -> None:
-        close.merged_uploads.clear()
-        self.recorder.works_at("hand over" if close.chosen else "update", self._step)
-        window = self.host.close_window(close.group)
-        if close.chosen:
-            self._where = f"the hand-over after window {window.number}"
-            with jax.profiler.TraceAnnotation("zenflow: hand over"):
-                close.entered.set_result(self._hand_over(close, window))
-            # The caller now has the hand-over; the old arrays must not outlive it.
-            close.leaving = close.chosen = ()
-        where = f"the update of window {window.number}"
-        self._updates.append(_Update(self._step, self._make_update(close, window), where))
-
-    def _hand_over(self, close: Close, window: ClosedWindow) -> list[list[Any]]:
-        """Hands channels over; returns the result for `Close.entered`."""
-        group = self._offloaded.groups[close.group]
+    def _hand_over(self, update: Update, window: ClosedWindow) -> list[list[Any]]:
+        """Hands channels over; returns the result for `Update.entered`."""
+        group = self._offloaded.groups[update.group]
         # Skips leaves without selected channels: GPUs do not support empty arrays in host memory.
         leaving = [
-            [] if old is None else [part.of(x) for x in (close.chosen[part.leaf], *old)]
+            [] if old is None else [part.of(x) for x in (update.chosen[part.leaf], *old)]
             for part in group.parts
-            for old in [close.leaving[part.leaf]]
+            for old in [update.leaving[part.leaf]]
         ]
         in_host_memory = copy_to_host(leaving)
         entering: list[list[Any]] = [[None] * len(part.devices) for part in group.parts]
@@ -279,53 +293,55 @@ class Worker:
         for i, (moved, part) in enumerate(zip(in_host_memory, group.parts, strict=True)):
             if moved:
                 chosen, *rows = moved
-                *wide, steps = map(view, rows)
-                old = SelectedRows.of([*map(part.turned, wide), steps], part.spec)
+                turned, (*wide, steps) = group.specs[part.leaf].turned, map(view, rows)
+                old = SelectedRows.of([*map(turned, wide), steps], part.spec)
                 number = window.leaves[i]
                 new = self.host.hand_over(window, number, old, host_channels(chosen, part))
                 *wide, steps = new.on_device(part.spec)
-                entering[i] = part.on_devices((*map(part.turned, wide), steps))
+                arrays = (*map(turned, wide), steps)
+                entering[i] = [upload(arrays, device) for device in part.devices]
         self._count(bytes_to_host=nbytes(in_host_memory), bytes_to_device=nbytes(entering))
         return entering
 
-    def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
-        """Computes a window's update, and uploads the prefetched parts.
+    def _make_update(self, update: Update) -> Iterator[None]:
+        """Closes a window, hands channels over, and makes and uploads the update.
 
-        Before each bounded piece, yields its position, for error messages.
+        Yields before each chunk of a few milliseconds, during which other work may come first.
         """
-        offloaded, uploads = self._offloaded, []
+        update.merged_uploads.clear()
+        step, offloaded, uploads = self._step, self._offloaded, []
+        self.recorder.works_at("hand over" if update.chosen else "update", step)
+        window = self.host.close_window(update.group)
+        if update.chosen:
+            self._where = f"the hand-over after window {window.number}"
+            with jax.profiler.TraceAnnotation("zenflow: hand over"):
+                update.entered.set_result(self._hand_over(update, window))
+            # The caller now has the hand-over; the old arrays must not outlive it.
+            update.leaving = update.chosen = ()
+        yield
+        self._where = f"the update of window {window.number}"
+        self.recorder.works_at("update", step)
         first = 0.0  # start time of the first upload
-
-        def finished(i: int, leaf: HostLeaf) -> None:
-            nonlocal first
+        for i, finished in self.host.update(window):
+            leaf = self.host.leaves[i]
+            if not finished:
+                yield
+                self._where = f"the update of leaf {leaf.spec.name}, window {window.number}"
+                self.recorder.works_at("update", step)
+                continue
             uploads.append([])
             if offloaded.prefetched[i]:
                 first = first or time.perf_counter()
-                uploads[-1] = offloaded.parts[i].on_devices(leaf.to_upload)
-
-        for name in self.host.update(window, finished):
-            yield f"the update of leaf {name}, window {window.number}"
+                devices = offloaded.parts[i].devices
+                uploads[-1] = [upload(leaf.to_upload, device) for device in devices]
         if first:
-            step = self._updates[0].step
             self.recorder.works_at("wait for uploads", step)
             # The next update writes to the source arrays.
             with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
                 jax.block_until_ready(uploads)
             self.recorder.add("upload", "upload", step, first)
         self._count(bytes_to_device=nbytes(uploads))
-        self._finish(close, uploads)
-
-    def _continue_update(self) -> None:
-        begun = self._updates[0]
-        self.recorder.works_at("update", begun.step)
-        # Set again for each piece, because mail may have arrived in between.
-        self._where = begun.where
-        with jax.profiler.TraceAnnotation("zenflow: host update"):
-            piece = next(begun.pieces, None)
-        if piece is None:
-            self._updates.popleft()
-        else:
-            begun.where = piece
+        self._finish(update, uploads)
 
     def note_skipped(self, step: int, skipped: int, in_a_row: int) -> None:
         """Notes how many steps were skipped, in a run whose steps send no mail."""
@@ -352,10 +368,3 @@ class _Failure:
     reason: str
     error: BaseException
     raised: bool = False  # whether it was raised to the caller
-
-
-@dataclass
-class _Update:
-    step: int  # the step that closed its window
-    pieces: Iterator[str]  # yields the next piece's position, for error messages
-    where: str

@@ -305,24 +305,22 @@ class HostState:
         self._closed.append(closed)
         return closed
 
-    def update(
-        self, window: ClosedWindow, finished: Callable[[int, HostLeaf], None]
-    ) -> Iterator[str]:
-        """Makes a window's update in pieces of a few milliseconds; yields before each piece.
+    def update(self, window: ClosedWindow) -> Iterator[tuple[int, bool]]:
+        """Makes a window's update in chunks of a few milliseconds.
 
-        Yields the leaf's name, and calls `finished` for each finished leaf. The group's
-        hand-overs must not run in between.
+        Yields a leaf's number, and whether the leaf is finished, before each chunk and after each
+        leaf. The group's hand-overs must not run in between.
         """
         for i, gradients in window.gradients.items():
             leaf = self.leaves[i]
-            yield leaf.spec.name
+            yield i, False
             self.before_write(i)
             for _ in self._step(window, i, window.active[i]):
-                yield leaf.spec.name
+                yield i, False
             if self._overflowed and leaf.open.sums is None:
                 leaf.spare = gradients.sums or leaf.spare
             gradients.clear()
-            finished(i, leaf)
+            yield i, True
         self._closed.remove(window)
 
     def hand_over(

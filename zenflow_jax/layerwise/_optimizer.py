@@ -6,9 +6,8 @@ all other leaves, which jax takes for empty subtrees. So masks and label functio
 whole tree.
 """
 
-import functools
-import math
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,10 +17,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zenflow_jax.layerwise._transfers import bytes_here, is_large, large_bytes
+
 #: The dtype of `rest` for each dtype of a weight.
 _REST = {np.dtype(jnp.bfloat16): jnp.int16}
-#: Smaller arrays stay on the device, because copies of any size take about as long.
-SMALL_BYTES = 64 * 1024
+#: Neighbouring leaves are updated together, by one program, up to this size.
+_BUNDLE_BYTES = 32 * 1024**2
 
 
 class Control(NamedTuple):
@@ -32,6 +33,7 @@ class Control(NamedTuple):
     # int32: 0; or 1 + the first leaf whose update is not finite; or -1 - the first block whose
     # gradient is not finite
     report: Any
+    squares: Any = None  # float32: each block's sum of squares, as far as gradients are known
 
 
 class Parts(NamedTuple):
@@ -53,72 +55,94 @@ def unflat(arrays: Sequence[Any], shapes: Sequence[Parts]) -> list[Parts]:
     return [Parts(x, tuple(next(left) for _ in shape.others)) for x, shape in leaves]
 
 
-def is_large(x: Any) -> bool:
-    """Returns whether an array waits in host memory between its uses."""
-    return math.prod(x.shape) * x.dtype.itemsize >= SMALL_BYTES
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bundle:
+    """Neighbouring leaves of a block that one program updates; its arrays are `flat`."""
+
+    places: range
+    shapes: tuple[Parts, ...]  # with shardings in device memory
+    large: tuple[bool, ...]  # which arrays wait in host memory between updates
+    nbytes: int  # of the large arrays, and of those that only updates read, on one device
+    others_nbytes: int
+    init: Callable[..., list[Any]]  # (weights) -> arrays
+    # (gradients, control, number, *arrays) -> new arrays, in the memory of the large ones, and the
+    # control's new report; `number` is the first leaf's
+    update: Callable[..., tuple[list[Any], Any]]
 
 
-class Updater:
-    """The programs that make and update leaves, which blocks with equal trees share.
+class Kind:
+    """The leaves of all blocks with equal trees, and the programs that make and update them.
 
-    Blocks are given by their treedef, and leaves by their places in it and their `Parts` as shapes
-    with shardings, which the results have, too.
+    Args:
+        tree: A block's weights as shapes with shardings, which the results have, too.
+        optimizer: The optimizer, or None for frozen blocks.
+        options: Options for all programs.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, options: dict[str, Any] | None):
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        tree: Any,
+        optimizer: optax.GradientTransformation | None,
+        options: dict[str, Any] | None,
+    ):
+        pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
+        self.paths, self.weights = [path for path, _ in pairs], [x for _, x in pairs]
+        self.optimizer, self.trains = optimizer or optax.identity(), optimizer is not None
         self._jit: Any = partial(jax.jit, compiler_options=options)
-        cached = self._state, self._init, self._update, self._masters
-        self.state, self.init, self.update, self.masters = map(functools.cache, cached)
+        masters = [x.update(dtype=jnp.float32, sharding=None) for x in self.weights]
+        alone = (self.alone(i, x) for i, x in enumerate(masters))
+        #: The shapes of each leaf's state, as the optimizer's tree.
+        self.states = [jax.eval_shape(self.optimizer.init, x) for x in alone]
+        self.shapes = [*map(self._parts, self.weights, self.states)]
+        self.large = [*map(is_large, self.weights)]
+        self.weights_nbytes = large_bytes(self.weights)
+        self.bundles = [*self._bundles()]
+        self.nbytes = sum(bundle.nbytes for bundle in self.bundles)
 
-    def _state(self, treedef: Any, place: int, shape: tuple[int, ...]) -> Any:
-        """Returns the shapes of a leaf's optimizer state, as the optimizer's tree."""
-        tree = alone(treedef, place, jax.ShapeDtypeStruct(shape, jnp.float32))
-        return jax.eval_shape(self.optimizer.init, tree)
+    def names(self) -> Iterator[list[str]]:
+        """Yields the names of the arrays in each leaf's state, which identify the optimizer."""
+        for state in self.states:
+            pairs, _ = jax.tree_util.tree_flatten_with_path(state)
+            yield [jax.tree_util.keystr(path) for path, _ in pairs]
 
-    def shapes(self, treedef: Any, place: int, leaf: Any) -> Parts:
-        """Returns the shapes of a leaf's arrays, with shardings on the devices of `leaf`."""
-        state = jax.tree.leaves(self.state(treedef, place, leaf.shape))
-        rest = _REST.get(np.dtype(leaf.dtype))
-        shapes = [] if rest is None else [jax.ShapeDtypeStruct(leaf.shape, rest)]
-        return Parts(leaf, tuple(_placed(x, leaf) for x in (*shapes, *state)))
+    def alone(self, place: int, x: Any) -> Any:
+        """Returns the tree with one leaf, and None in place of all other leaves."""
+        count = self.treedef.num_leaves
+        return self.treedef.unflatten([x if i == place else None for i in range(count)])
 
-    def names(self, treedef: Any, place: int, leaf: Any) -> list[str]:
-        """Returns the names of the arrays in a leaf's state, which identify the optimizer."""
-        pairs, _ = jax.tree_util.tree_flatten_with_path(self.state(treedef, place, leaf.shape))
-        return [jax.tree_util.keystr(path) for path, _ in pairs]
-
-    def state_of(self, treedef: Any, place: int, leaf: Parts) -> Any:
+    def state_of(self, place: int, leaf: Parts) -> Any:
         """Returns a leaf's optimizer state as the optimizer's tree."""
-        structure = jax.tree.structure(self.state(treedef, place, leaf.weight.shape))
-        return structure.unflatten(leaf.others[-structure.num_leaves or len(leaf.others) :])
+        structure = jax.tree.structure(self.states[place])
+        return structure.unflatten(leaf.others[len(leaf.others) - structure.num_leaves :])
 
-    def _init(self, treedef: Any, places: tuple[int, ...], shapes: tuple[Parts, ...]) -> Callable:
-        """Returns a program that makes leaves from weights: (weights) -> `flat` arrays."""
+    def _parts(self, weight: Any, state: Any) -> Parts:
+        rest = _REST.get(np.dtype(weight.dtype)) if self.trains else None
+        shapes = [] if rest is None else [jax.ShapeDtypeStruct(weight.shape, rest)]
+        return Parts(weight, tuple(_placed(x, weight) for x in (*shapes, *jax.tree.leaves(state))))
 
-        def made(place: int, weight: Any, shape: Parts) -> Parts:
-            new = jnp.copy(weight)  # otherwise the result would be the caller's array
-            if not shape.others:  # frozen, or an optimizer without state
-                return Parts(new, ())
-            master = weight.astype(jnp.float32)
-            state = self.optimizer.init(alone(treedef, place, master))
-            return Parts(new, (*_rest(master, weight), *jax.tree.leaves(state)))
+    def _bundles(self) -> Iterator[Bundle]:
+        sizes = [sum(map(bytes_here, flat([leaf]))) for leaf in self.shapes]
+        begin = 0
+        for end in range(1, len(sizes) + 1):
+            if end < len(sizes) and sum(sizes[begin : end + 1]) <= _BUNDLE_BYTES:
+                continue
+            places, shapes = range(begin, end), tuple(self.shapes[begin:end])
+            arrays = flat(shapes)
+            large, programs = tuple(map(is_large, arrays)), self._programs(places, shapes)
+            sizes_here = large_bytes(arrays), large_bytes(arrays[len(shapes) :])
+            yield Bundle(places, shapes, large, *sizes_here, *programs)
+            begin = end
+
+    def _programs(self, places: range, shapes: tuple[Parts, ...]) -> tuple[Any, Any]:
+        """Returns a bundle's programs."""
 
         def init(weights: Sequence[Any]) -> list[Any]:
-            return flat([*map(made, places, weights, shapes)])
-
-        return self._jit(init, out_shardings=[x.sharding for x in flat(shapes)])
-
-    def _update(self, treedef: Any, places: tuple[int, ...], shapes: tuple[Parts, ...]) -> Callable:
-        """Returns a program that updates leaves: (gradients, control, number, *arrays).
-
-        Returns their new `flat` arrays, in the memory of the large ones, and the control's new
-        report. `number` is the first leaf's.
-        """
+            # Otherwise the results would be the caller's arrays.
+            return flat([*map(self._made, places, map(jnp.copy, weights))])
 
         def update(g: Any, control: Control, number: Any, *old: Any) -> Any:
             leaves = zip(places, unflat(old, shapes), g, strict=True)
-            new = flat([self._updated(treedef, *x, control.factor) for x in leaves])
+            new = flat([self._updated(*x, control.factor) for x in leaves])
             kept = [jnp.where(control.counts, *x) for x in zip(new, old, strict=True)]
             report = control.report
             # Of the weights, because a check of the update would keep it in a float32 array.
@@ -129,30 +153,26 @@ class Updater:
 
         # Small arrays stay on the device, where a save or a caller may hold them.
         large = [3 + i for i, x in enumerate(flat(shapes)) if is_large(x)]
-        shardings = [x.sharding for x in flat(shapes)], None
-        return self._jit(update, donate_argnums=large, out_shardings=shardings)
+        where = [x.sharding for x in flat(shapes)]
+        return (
+            self._jit(init, out_shardings=where),
+            self._jit(update, donate_argnums=large, out_shardings=(where, None)),
+        )
 
-    def _masters(self, shapes: tuple[Parts, ...]) -> Callable:
-        """Returns a program that makes leaves' masters: (`flat` arrays) -> float32 arrays."""
+    def _made(self, place: int, weight: Any) -> Parts:
+        if not self.trains:
+            return Parts(weight, ())
+        master = weight.astype(jnp.float32)
+        state = self.optimizer.init(self.alone(place, master))
+        return Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))
 
-        def masters(arrays: Sequence[Any]) -> list[Any]:
-            return [jnp.copy(_master(leaf)) for leaf in unflat(arrays, shapes)]
-
-        return self._jit(masters, out_shardings=[x.weight.sharding for x in shapes])
-
-    def _updated(self, treedef: Any, place: int, leaf: Parts, gradient: Any, factor: Any) -> Parts:
-        params = alone(treedef, place, _master(leaf))
-        state = self.state_of(treedef, place, leaf)
-        g = alone(treedef, place, gradient.astype(jnp.float32) * factor)
+    def _updated(self, place: int, leaf: Parts, gradient: Any, factor: Any) -> Parts:
+        params, state = self.alone(place, master_of(leaf)), self.state_of(place, leaf)
+        g = self.alone(place, gradient.astype(jnp.float32) * factor)
         change, state = self.optimizer.update(g, state, params)
         (master,) = jax.tree.leaves(optax.apply_updates(params, change))
         weight = _rounded(master, leaf.weight.dtype)
         return Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))
-
-
-def alone(treedef: Any, place: int, x: Any) -> Any:
-    """Returns a block's tree with one leaf, and None in place of all other leaves."""
-    return treedef.unflatten([x if i == place else None for i in range(treedef.num_leaves)])
 
 
 def _rounded(master: Any, dtype: Any) -> Any:
@@ -175,7 +195,8 @@ def _rest(master: Any, weight: Any) -> tuple[Any, ...]:
     return (jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16),)
 
 
-def _master(leaf: Parts) -> Any:
+def master_of(leaf: Parts) -> Any:
+    """Returns a leaf's float32 weight."""
     if leaf.weight.dtype == jnp.float32:
         return leaf.weight
     bits = _bits(leaf.weight.astype(jnp.float32)) + leaf.others[0].astype(jnp.int32)

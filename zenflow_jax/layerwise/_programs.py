@@ -1,7 +1,9 @@
 """The device programs of a model that is given as three functions, traced once per batch shape.
 
-Weights, carries and gradients pass through these programs as lists of arrays. Integer arrays in a
-carry have no gradient; neither do outputs of `first` that do not depend on the outer weights.
+A block is `first` or a layer: a function of its weights and its input, which is the batch for
+`first` and otherwise the previous block's carry. A carry contains the user's carry and the data
+that all layers share, which layers pass on. Weights and gradients pass through these programs as
+lists of arrays.
 
 The weights' gradients of several micro-batches are added up in float32: each program takes the
 total so far and returns the new one, in the same memory.
@@ -18,21 +20,19 @@ import jax.numpy as jnp
 
 from zenflow_jax.layerwise._tracing import (
     float_places,
-    floats_of,
     is_float,
     key_of,
     live_inputs,
-    reads,
     text_of,
     traced,
     types_of,
     varied_by,
 )
 
-Options = dict[str, Any] | None
-
 # The numbers of arguments of backward programs.
-_TOTAL, _G, _G_SHARED = 0, 3, 4
+_TOTAL, _G = 0, 2
+# A program for a step's last micro-batch, and for all others.
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class WeightedLoss(NamedTuple):
@@ -52,40 +52,31 @@ class WeightedLoss(NamedTuple):
     weight: Any
 
 
-class Backward(NamedTuple):
-    """A program for the last of several micro-batches, and for all others, or the only one.
-
-    (total, weighing, weights, g, g_shared, inputs, shared) -> (gradient, squares), (g, g_shared)
-
-    Of several micro-batches, `weighing` is the weight and, for the last, the sum of all weights.
-    The last two results are the gradients of the carry and of `shared`. `squares` is the gradient's
-    sum of squares, but None while micro-batches remain.
-    """
-
-    last: Callable[..., Any]
-    other: Callable[..., Any]
-
-
 @dataclasses.dataclass(frozen=True)
-class LayerProgram:
-    """The programs of one kind of layer, for one shape of its arguments.
+class BlockProgram:
+    """The programs of `first` or of one kind of layer, for one shape of their arguments.
 
-    `forward(weights, carry, shared)` returns the new carry's leaves, except leaves that the layer
-    passes on unchanged. `backward` needs only the leaves of the input that are in `kept`; it
-    returns programs, given the shardings of `g` before and after, and of `g_shared`. Without them,
-    a device could hold a whole gradient, and programs would be compiled twice.
+    `forward(weights, input)` returns the carry's leaves, except leaves that are passed on.
+
+    `backward(before, after, several)` returns programs (total, weights, g, input) -> (gradient,
+    squares), g, where `g` is the gradient of the varying leaves of the carry, then of the input;
+    `squares` is the gradient's sum of squares, after the last of several micro-batches. The input
+    is a list of its `kept` leaves. `before` and `after` are the shardings of `g`: without them, a
+    device could hold a whole gradient, and programs would be compiled twice.
     """
 
     forward: Callable[..., list[jax.Array]]
-    backward: Callable[..., Backward]
-    carry: Any  # the new carry, as `ShapeDtypeStruct`s
-    passed: Mapping[int, int]  # leaves of the new carry that are leaves of the old carry
+    backward: Callable[[tuple, tuple, bool], Pair]
+    carry: Any  # as `ShapeDtypeStruct`s
+    passed: Mapping[int, int]  # leaves of the carry that are leaves of the input
     kept: tuple[int, ...]
+    moves: tuple[bool, ...]  # whether each kept leaf may wait in host memory
+    varying: tuple[int, ...]  # leaves of the carry that depend on trained weights
 
-    def run(self, weights: Any, carry: Any, shared: Any) -> Any:
-        """Returns the new carry."""
-        made = iter(self.forward(weights, carry, shared))
-        leaves, treedef = jax.tree.leaves(carry), jax.tree.structure(self.carry)
+    def run(self, weights: Any, x: Any) -> Any:
+        """Returns the carry."""
+        made = iter(self.forward(weights, x))
+        leaves, treedef = jax.tree.leaves(x), jax.tree.structure(self.carry)
         count = treedef.num_leaves
         new = [leaves[self.passed[i]] if i in self.passed else next(made) for i in range(count)]
         return jax.tree.unflatten(treedef, new)
@@ -95,16 +86,13 @@ class LayerProgram:
 class ModelProgram:
     """The programs of a whole model, for one shape of a batch."""
 
-    first: Callable[..., Any]  # (outer, batch) -> (carry, shared)
-    layers: Sequence[LayerProgram]
-    loss: Callable[..., Any]  # (outer, carry, batch) -> loss, weight
-    # (shardings of g, of g_shared) -> a program for the only micro-batch, and for one of several:
-    # (total, outer, carry, moved, batch) -> (loss, weight), total, g, g_shared, where `total` has
-    # None for outer weights that the loss does not read, `moved` are the `moving` leaves of
-    # `shared`, and `g_shared` is zero
-    last: Callable[..., tuple[Callable[..., Any], Callable[..., Any]]]
-    first_backward: Callable[..., Backward]  # with `batch` in place of the last two arguments
-    moving: tuple[int, ...]  # leaves of `shared` that have a gradient
+    blocks: Sequence[BlockProgram]
+    loss: Callable[..., Any]  # (outer, user's carry, batch) -> loss
+    weight: Callable[..., Any]  # (the same) -> weight, usually without outer weights
+    # (shardings of g, several) -> a program (total, share, outer, carry, batch) -> loss, total, g,
+    # which are multiplied by the micro-batch's share. In a total, weights that the loss does not
+    # read have None.
+    last: Callable[[tuple, bool], Callable[..., Any]]
 
 
 def trace_model(
@@ -115,41 +103,130 @@ def trace_model(
     weights: Sequence[Any],
     batch: Any,
     trains: Sequence[bool],
-    options: Options,
-    cache: dict[Any, LayerProgram],
+    options: dict[str, Any] | None,
+    cache: dict[Any, BlockProgram],
 ) -> ModelProgram:
     """Traces all programs, and rejects functions that do not fit together.
 
     All arguments are `ShapeDtypeStruct`s; the structs of weights have shardings. The first entry in
-    `trains` belongs to `outer`. `cache` contains layers that were traced before.
+    `trains` belongs to `outer`. `cache` contains blocks that were traced before.
     """
     jit = partial(jax.jit, compiler_options=options)
-    _, made = traced("`first`", first, types_of(outer), batch)
-    if not (isinstance(made, tuple) and len(made) == 2):
+    blocks, x, varying = [], batch, ()
+    for i, (function, tree) in enumerate(zip([first, *layers], [outer, *weights], strict=True)):
+        key = bool(i), function, trains[i], varying, key_of(tree), key_of(x)
+        if key not in cache:
+            name = f"layer {i - 1}" if i else "`first`"
+            cache[key] = _trace_block(name, function, tree, x, varying, trains[i], jit)
+        blocks.append(cache[key])
+        x, varying = blocks[-1].carry, blocks[-1].varying
+    loss, read = _trace_last(last, types_of(outer), x[0], batch)
+    run_last = _last_programs(loss, outer, read if trains[0] else (), varying, jit)
+    value, weight = (jit(lambda *args, i=i: loss(*args)[i]) for i in range(2))
+    return ModelProgram(blocks, value, weight, run_last)
+
+
+def _trace_block(
+    name: str,
+    function: Callable,
+    weights: Any,
+    x: Any,
+    varying: tuple[int, ...],
+    trains: bool,
+    jit: Any,
+) -> BlockProgram:
+    """Traces `first` or a layer; `varying` are the leaves of the input that have a gradient."""
+    is_first = name == "`first`"
+    step = function if is_first else lambda weights, x: (function(weights, *x), x[1])
+    closed, carry = traced(name, step, types_of(weights), x)
+    if not (isinstance(carry, tuple) and len(carry) == 2):
         raise TypeError(
-            f"`first` must return (carry, shared), but returned {text_of(made)}. Return "
+            f"`first` must return (carry, shared), but returned {text_of(carry)}. Return "
             "`(carry, None)` if the layers share nothing."
         )
-    carry, shared = made
-    moving = _moving(first, types_of(outer), batch, carry, shared) if trains[0] else ()
-    programs: list[LayerProgram] = []
-    for i, (function, layer_weights) in enumerate(zip(layers, weights, strict=True)):
-        key = function, trains[i + 1], moving, key_of(layer_weights), key_of((carry, shared))
-        if key not in cache:
-            arguments = layer_weights, carry, shared, moving, trains[i + 1]
-            cache[key] = _trace_layer(f"layer {i}", function, *arguments, jit)
-        programs.append(cache[key])
-        carry = programs[-1].carry
-    loss, read = _trace_last(last, types_of(outer), carry, batch)
-    leaves = jax.tree.leaves(outer)
-    return ModelProgram(
-        first=jit(first),
-        layers=programs,
-        loss=jit(loss),
-        last=_last_programs(loss, leaves, read if trains[0] else (), jit),
-        first_backward=_backward_programs(_pull_first(first, moving), leaves, False, jit),
-        moving=moving,
+    (shapes, treedef), jaxpr = jax.tree.flatten(x), closed.jaxpr
+    begin = len(jax.tree.leaves(weights))
+    places = {id(x): i for i, x in enumerate(jaxpr.invars[begin:])}
+    passed = {i: places[id(x)] for i, x in enumerate(jaxpr.outvars) if id(x) in places}
+    trained = begin if trains else 0
+    chosen = *range(trained), *(begin + i for i in varying)
+    count = len(jaxpr.outvars)
+    reached = [live_inputs(jaxpr, [i == j for j in range(count)]) for i in range(count)]
+    new = tuple(i for i in float_places(carry) if not reached[i].isdisjoint(chosen))
+
+    def forward(weights: Any, x: Any) -> list[jax.Array]:
+        made = jax.tree.leaves(step(weights, x))
+        return [x for i, x in enumerate(made) if i not in passed]
+
+    def pull(kept: Sequence[int], weights: Any, g: Any, inputs: Any) -> tuple[Any, Any]:
+        """Returns the block's vector-Jacobian product; recomputes the block."""
+        known = dict(zip(kept, inputs, strict=True))
+        leaves = [
+            known[i] if i in known else jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            for i, x in enumerate(shapes)
+        ]
+
+        def run(*args: Any) -> list[Any]:
+            made = jax.tree.leaves(step(*args))
+            return [made[i] for i in new]
+
+        varied, parts = varied_by(run, (weights, treedef.unflatten(leaves)), chosen)
+        (made,) = jax.vjp(varied, parts)[1](g)
+        return made[:trained] if trains else None, made[trained:]
+
+    g = [jax.tree.leaves(carry)[i] for i in new]
+    pulled = jax.make_jaxpr(partial(pull, range(len(shapes))))(types_of(weights), g, shapes)
+    read = {i - begin - len(g) for i in live_inputs(pulled.jaxpr)}
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in shapes]  # has no zeros
+    kept = tuple(i for i in range(len(shapes)) if i in read or is_key[i])
+    # What the layer passes on is on the device anyway. A batch belongs to the caller.
+    stays = range(len(shapes)) if is_first else passed.values()
+    moves = tuple(i not in stays and not is_key[i] for i in kept)
+    same = [*map(key_of, g)] == [key_of(shapes[i]) for i in varying]
+    backward = _backward_programs(
+        partial(pull, kept), jax.tree.leaves(weights) if trains else None, same, jit
     )
+    return BlockProgram(jit(forward), backward, carry, passed, kept, moves, new)
+
+
+def _backward_programs(
+    pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, jit: Any
+) -> Callable[[tuple, tuple, bool], Pair]:
+    """Returns `BlockProgram.backward`.
+
+    `pull` returns the weights' gradient and `g`. `weights` are shapes, or None if they are frozen.
+    `same` is whether `g` has the same shapes before and after.
+    """
+
+    def backward(remain: bool, total: Any, *args: Any) -> Any:
+        g, more = pull(*args)
+        if g is not None:
+            g = [
+                _added(x, y).astype(jnp.float32 if remain else x.dtype)
+                for x, y in zip(g, total or [None] * len(g), strict=True)
+            ]
+        if remain:
+            return (g, None), more
+        squares = (jnp.sum(jnp.square(x.astype(jnp.float32))) for x in g or ())
+        return (g, sum(squares, jnp.float32(0))), more
+
+    # The weights' gradient stays on the weights' devices.
+    wheres = None if weights is None else [_on_device(x) for x in weights]
+    is_float32 = all(x.dtype == jnp.float32 for x in weights or ())
+
+    @functools.cache
+    def programs(before: tuple, after: tuple, several: bool) -> Pair:
+        donated = [_G] if same and before == after and after else []
+        options = {"out_shardings": ((wheres, None), [*after])}
+        both = {"donate_argnums": (_TOTAL, *donated)}
+        # If dtypes differ, no result of the last program could use the total's memory.
+        last = {"donate_argnums": donated} if several and not is_float32 else both
+        return (
+            jit(partial(backward, False), **options, **last),
+            jit(partial(backward, True), **options, **both),
+        )
+
+    return programs
 
 
 def _trace_last(last: Callable, *args: Any) -> tuple[Callable, tuple[int, ...]]:
@@ -171,149 +248,43 @@ def _trace_last(last: Callable, *args: Any) -> tuple[Callable, tuple[int, ...]]:
     return loss, tuple(i for i in range(len(jax.tree.leaves(args[0]))) if i in live)
 
 
-def _last_programs(loss: Callable, outer: Sequence[Any], read: tuple[int, ...], jit: Any) -> Any:
+def _last_programs(
+    loss: Callable, outer: Any, read: tuple[int, ...], varying: tuple[int, ...], jit: Any
+) -> Any:
     """Returns `ModelProgram.last`."""
+    leaves = jax.tree.leaves(outer)
+    count = len(leaves)
+    chosen = *read, *(count + i for i in varying)
+    where = [_on_device(x) if i in read else None for i, x in enumerate(leaves)]
 
-    def only(total: Any, outer: Any, carry: Any, moved: Any, batch: Any) -> Any:
-        floats = [count + i for i in float_places(carry)]
-        varied, parts = varied_by(loss, (outer, carry, batch), (*read, *floats))
-        value, g = jax.value_and_grad(varied, has_aux=True)(parts)
-        made = dict(zip(read, g[: len(read)], strict=True))
-        total = [made.get(i) for i in range(count)]
-        return value, total, g[len(read) :], [*map(jnp.zeros_like, moved)]
+    def run(several: bool, total: Any, share: Any, outer: Any, carry: Any, batch: Any) -> Any:
+        def loss_of(outer: Any, carry: Any) -> Any:
+            return loss(outer, carry[0], batch)[0].astype(jnp.float32) * share
 
-    def several(total: Any, *args: Any) -> Any:
-        value, made, *more = only(None, *args)
-        return value, _add(made, total, value[1]), *more
-
-    @functools.cache
-    def programs(*of_gradients: Any) -> tuple[Any, Any]:
-        shardings = {"out_shardings": (None, where, *map(list, of_gradients))}
-        return jit(only, **shardings), jit(several, donate_argnums=_TOTAL, **shardings)
-
-    count = len(outer)
-    where = [_on_device(x) if i in read else None for i, x in enumerate(outer)]
-    return programs
-
-
-def _trace_layer(
-    name: str,
-    function: Callable,
-    weights: Any,
-    carry: Any,
-    shared: Any,
-    moving: tuple[int, ...],
-    trains: bool,
-    jit: Any,
-) -> LayerProgram:
-    closed, new = traced(name, function, types_of(weights), carry, shared)
-    (shapes, treedef), jaxpr = jax.tree.flatten(carry), closed.jaxpr
-    begin, end = len(jax.tree.leaves(weights)), len(jax.tree.leaves((weights, carry)))
-    places = {id(x): i for i, x in enumerate(jaxpr.invars[begin:end])}
-    passed = {i: places[id(x)] for i, x in enumerate(jaxpr.outvars) if id(x) in places}
-    floats = [begin + i for i in float_places(carry)]
-    trained = range(begin if trains else 0)
-    varying = *trained, *floats, *(end + i for i in moving)
-
-    def forward(weights: Any, carry: Any, shared: Any) -> list[jax.Array]:
-        made = jax.tree.leaves(function(weights, carry, shared))
-        return [x for i, x in enumerate(made) if i not in passed]
-
-    def pull(
-        kept: Sequence[int], weights: Any, g: Any, g_shared: Any, inputs: Any, shared: Any
-    ) -> tuple[Any, Any]:
-        """Returns the layer's vector-Jacobian product; recomputes the layer."""
-        known = dict(zip(kept, inputs, strict=True))
-        leaves = [
-            known[i] if i in known else jnp.zeros(x.shape, x.dtype, device=x.sharding)
-            for i, x in enumerate(shapes)
-        ]
-        args = weights, treedef.unflatten(leaves), shared
-        varied, parts = varied_by(lambda *args: floats_of(function(*args)), args, varying)
-        (made,) = jax.vjp(varied, parts)[1](g)
-        of_weights, made = made[: len(trained)], made[len(trained) :]
-        more = [a + b for a, b in zip(g_shared, made[len(floats) :], strict=True)]
-        return of_weights if trains else None, (made[: len(floats)], more)
-
-    g, g_shared = floats_of(new), [jax.tree.leaves(shared)[i] for i in moving]
-    whole = partial(pull, range(len(shapes)))
-    kept = tuple(reads(whole, 3, types_of(weights), g, g_shared, shapes, shared))
-    same = [key_of(x) for x in g] == [key_of(x) for x in floats_of(carry)]
-    of_trained = jax.tree.leaves(weights) if trains else None
-    backward = _backward_programs(partial(pull, kept), of_trained, same, jit)
-    return LayerProgram(jit(forward), backward, new, passed, kept)
-
-
-def _pull_first(first: Callable, moving: tuple[int, ...]) -> Callable:
-    """Returns the vector-Jacobian product of `first`."""
-
-    def begin(outer: Any, batch: Any) -> list[Any]:
-        carry, shared = first(outer, batch)
-        return floats_of(carry) + [jax.tree.leaves(shared)[i] for i in moving]
-
-    def pull(outer: Any, g: Any, g_shared: Any, batch: Any) -> tuple[Any, Any]:
-        varied, parts = varied_by(begin, (outer, batch), range(len(jax.tree.leaves(outer))))
-        return jax.vjp(varied, parts)[1]([*g, *g_shared])[0], ()
-
-    return pull
-
-
-def _backward_programs(
-    pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, jit: Any
-) -> Callable[..., Backward]:
-    """Returns a function that returns programs for `pull`, as in `LayerProgram.backward`.
-
-    `pull` returns the weights' gradient and other gradients. `weights` are shapes, or None if they
-    are frozen. `same` is whether `g` has the same shapes before and after.
-    """
-
-    def backward(total: Any, weighing: Any, *args: Any) -> Any:
-        g, more = pull(*args)
-        if g is None:
-            return (None, jnp.float32(0)), more
-        if weighing is None:
-            g = _add(g, total)
-        else:
-            weight, weights_sum = weighing
-            g = _add(g, total, weight)
-            if weights_sum is None:
-                return (g, None), more
-            # Without any targets, loss and gradient are zero.
-            divisor = jnp.where(weights_sum == 0, 1, weights_sum)
-            g = [(x / divisor).astype(w.dtype) for x, w in zip(g, weights, strict=True)]
-        squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in g]
-        return (g, sum(squares, jnp.float32(0))), more
-
-    # The weights' gradient stays on the weights' devices.
-    wheres = None if weights is None else [_on_device(x) for x in weights]
-    # If dtypes differ, no result of the last program could use the total's memory.
-    is_float32 = all(x.dtype == jnp.float32 for x in weights or ())
+        varied, parts = varied_by(loss_of, (outer, carry), chosen)
+        value, g = jax.value_and_grad(varied)(parts)
+        made: list[Any] = [None] * count
+        for i, x in zip(read, g, strict=False):
+            x = x.astype(jnp.float32) if several else x
+            made[i] = _added(x, None if total is None else total[i])
+        return value, made, g[len(read) :]
 
     @functools.cache
-    def programs(before: tuple, after: tuple, shared: tuple) -> Backward:
-        results: Any = (wheres, None), ([*after], [*shared]) if after else None
-        donated = (_G, _G_SHARED) if same and before == after else (_G_SHARED,) if after else ()
-        with_total = jit(backward, out_shardings=results, donate_argnums=(_TOTAL, *donated))
-        last = jit(backward, out_shardings=results, donate_argnums=donated)
-        return Backward(with_total if is_float32 else last, with_total)
+    def program(of_g: tuple, several: bool) -> Callable[..., Any]:
+        options = {"out_shardings": (None, where, [*of_g]), "donate_argnums": _TOTAL}
+        return jit(partial(run, several), **options)
 
-    return programs
+    return program
 
 
-def _add(g: Sequence[Any], total: Any, weight: Any = None) -> list[Any]:
-    """Returns the total of gradients with another micro-batch's; weighted ones are float32."""
-    if weight is not None:
-        g = [None if x is None else x.astype(jnp.float32) * weight for x in g]
-    pairs = zip(g, [None] * len(g) if total is None else total, strict=True)
-    return [x if y is None else x + y for x, y in pairs]
+def shares_of(weights: Sequence[Any]) -> list[Any]:
+    """Returns micro-batches' shares of a step; without any targets, loss and gradient are zero."""
+    total = sum(weights, jnp.float32(0))
+    return [w / jnp.where(total == 0, 1, total) for w in weights]
 
 
-def _moving(first: Callable, outer: Any, batch: Any, carry: Any, shared: Any) -> tuple[int, ...]:
-    """Returns the leaves of `shared` whose gradients reach the outer weights."""
-    floats = float_places(shared)
-    g_shared = [jax.tree.leaves(shared)[i] for i in floats]
-    live = reads(_pull_first(first, floats), 2, outer, floats_of(carry), g_shared, batch)
-    return tuple(floats[i] for i in live)
+def _added(x: Any, total: Any) -> Any:
+    return x if total is None else total + x.astype(total.dtype)
 
 
 def _on_device(x: Any) -> Any:

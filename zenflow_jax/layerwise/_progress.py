@@ -38,60 +38,49 @@ def new_progress(sizes: Sequence[int], saved: Mapping[str, Any], everywhere: Any
 
 
 class Judge:
-    """The programs for a step's decisions; all arguments and results stay on the device."""
+    """The programs for a step's decisions; all arguments and results stay on the device.
 
-    def __init__(self, max_grad_norm: float | None, options: dict[str, Any] | None):
+    `at_once` is whether blocks are updated before other blocks' gradients are known.
+    """
+
+    def __init__(
+        self, max_grad_norm: float | None, options: dict[str, Any] | None, *, at_once: bool
+    ):
         jit: Any = partial(jax.jit, compiler_options=options)
 
-        def factor_of(squares: Any) -> Any:
-            if max_grad_norm is None:
-                return jnp.float32(1)
-            return jnp.minimum(1, max_grad_norm / jnp.maximum(jnp.sqrt(squares), max_grad_norm))
+        @jit
+        def begin(loss: Any, shares: Any) -> Control:
+            """Returns the first control of a step."""
+            return Control(jnp.float32(1), jnp.isfinite(loss), jnp.int32(0), jnp.zeros_like(shares))
 
         @jit
-        def begin(loss: Any) -> tuple[Control, tuple[Any, Any]]:
-            """Returns the first control of a step with updates during its backward pass.
-
-            The pair is the squares and the share of the blocks whose gradients are known.
-            """
-            control = Control(jnp.float32(1), jnp.isfinite(loss), jnp.int32(0))
-            return control, (jnp.float32(0), jnp.float32(0))
-
-        @jit
-        def project(
-            control: Control, known: tuple[Any, Any], shares: Any, squares: Any, block: Any
-        ) -> tuple[Control, tuple[Any, Any]]:
-            """Returns a block's control, from the known squares over their earlier share."""
-            known = known[0] + squares, known[1] + shares[block]
-            is_first = control.counts & ~jnp.isfinite(squares) & (control.report == 0)
-            report = jnp.where(is_first, -1 - block, control.report)
-            factor = factor_of(known[0] / jnp.maximum(known[1], 1e-6))
-            return Control(factor, control.counts, report), known
+        def note(control: Control, shares: Any, squares: Any, block: Any) -> Control:
+            """Returns the control after a block's backward program; higher blocks came before."""
+            factor, counts, report, known = control
+            finite, known = jnp.isfinite(squares), known.at[block].set(squares)
+            total = jnp.sum(known)
+            if at_once:  # projects the norm from the earlier share of these blocks
+                total /= jnp.maximum(jnp.sum(shares, where=jnp.arange(shares.size) >= block), 1e-6)
+                report = jnp.where(counts & ~finite & (report == 0), -1 - block, report)
+            else:
+                counts &= jnp.isfinite(total)
+            if max_grad_norm is not None:
+                factor = max_grad_norm / jnp.maximum(jnp.sqrt(total), max_grad_norm)
+            return Control(factor, counts, report, known)
 
         @jit
-        def decide(all_squares: Sequence[Any]) -> Control:
-            """Returns the exact control, for updates after the backward pass."""
-            total = sum(all_squares, jnp.float32(0))
-            return Control(factor_of(total), jnp.isfinite(total), jnp.int32(0))
-
-        @jit
-        def conclude(
-            progress: Progress, control: Control, squares: Mapping[int, Any]
-        ) -> tuple[Progress, Any]:
+        def conclude(progress: Progress, control: Control) -> tuple[Progress, Any]:
             """Ends a step; the verdict is (skipped, skipped in a row, report)."""
             counts = control.counts.astype(jnp.int32)
             in_a_row = (progress.in_a_row + 1) * (1 - counts)
-            shares = progress.shares
-            if squares:
-                values = [squares.get(i, jnp.float32(0)) for i in range(shares.size)]
-                new = jnp.stack(values) / sum(values)
-                shares = jnp.where(
-                    control.counts & jnp.all(jnp.isfinite(new)),
-                    _MEMORY * shares + (1 - _MEMORY) * new,
-                    shares,
-                )
+            new = control.squares / jnp.sum(control.squares)
+            shares = jnp.where(
+                control.counts & jnp.all(jnp.isfinite(new)),
+                _MEMORY * progress.shares + (1 - _MEMORY) * new,
+                progress.shares,
+            )
             skipped = progress.skipped + 1 - counts
             new_progress = Progress(progress.counted + counts, skipped, in_a_row, shares)
             return new_progress, jnp.stack([skipped, in_a_row, control.report])
 
-        self.begin, self.project, self.decide, self.conclude = begin, project, decide, conclude
+        self.begin, self.note, self.conclude = begin, note, conclude

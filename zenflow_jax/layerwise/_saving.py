@@ -5,7 +5,9 @@ numbered by their position among all trained leaves. Files contain a checksum fo
 """
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,8 @@ from zenflow_jax._checkpoint.stored import StoredArray, write_state
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.layerwise._blocks import Block
-from zenflow_jax.layerwise._optimizer import Parts, flat, is_large
+from zenflow_jax.layerwise._optimizer import Parts, flat, unflat
+from zenflow_jax.layerwise._transfers import is_large
 
 #: The number of the layout, in the name of an array.
 LAYOUT_NAME = "layout_2_of_layerwise_trainers"
@@ -42,52 +45,62 @@ class _Kept:
     copy = alias
 
 
-def new_snapshot(blocks: Sequence[Block], kept_bytes: int) -> Snapshot:
-    """Captures the state: updates may replace arrays, and this many bytes of old arrays stay."""
-    bundles = [bundle for block in blocks for bundle in block.bundles]
-    return Snapshot({int(x.number): _Kept(x.leaves) for x in bundles}, kept_bytes)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class TrainerSnapshot:
-    """A trainer's state at one moment, to be copied or written once, by any thread."""
+    """A trainer's state at one moment, to be copied or written once, by any thread.
 
-    shapes: Sequence[Parts]  # of all trained leaves
-    snapshot: Snapshot
-    counts: Mapping[str, np.ndarray]
-    processes: Sequence[int]  # ascending; each writes a file
+    Updates may replace arrays; `kept_bytes` of old arrays stay. Each of `processes`, which ascend,
+    writes a file.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        kept_bytes: int,
+        counts: Mapping[str, np.ndarray],
+        processes: Sequence[int],
+    ):
+        self._shapes = [leaf for block in blocks for leaf in block.kind.shapes]
+        self._counts, self._processes = counts, processes
+        kept = {
+            block.number + bundle.places.start: _Kept(unflat(arrays, bundle.shapes))
+            for block in blocks
+            for bundle, arrays in block.bundles
+        }
+        self.unsaved = Snapshot(kept, kept_bytes)
 
     def close(self) -> None:
         """Releases all arrays; unsaved arrays stay unsaved. Safe to call twice."""
-        self.snapshot.close()
+        self.unsaved.close()
 
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of NumPy arrays; all pieces must be in this process."""
-        if any(not x.sharding.is_fully_addressable for x in flat(self.shapes)):
+        if any(not x.sharding.is_fully_addressable for x in flat(self._shapes)):
             raise ValueError("Weights are on devices of several processes. Save with `EngineSave`.")
-        leaves: list[dict[str, Any]] = [{} for _ in self.shapes]
+        leaves: list[dict[str, Any]] = [{} for _ in self._shapes]
         for number, name, x in self._arrays():
             leaves[number][name] = np.array(x).reshape(_saved_shape(x))
-        return {"leaves": leaves, "counts": dict(self.counts), "layout": dict(_LAYOUT)}
+        return {"leaves": leaves, "counts": dict(self._counts), "layout": dict(_LAYOUT)}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file into an existing folder, and closes the snapshot."""
-        small = {"counts": self.counts, "layout": _LAYOUT}
-        moment = "step {step}, {counted} of them counted".format(**self.counts)
-        leaves: list[dict[str, jax.ShapeDtypeStruct]] = [{} for _ in self.shapes]
+        small = {"counts": self._counts, "layout": _LAYOUT}
+        moment = "step {step}, {counted} of them counted".format(**self._counts)
         tensors: dict[str, tuple[Any, Sequence[int]]] = {}
-        for number, leaf in enumerate(self.shapes):
+        for number, leaf in enumerate(self._shapes):
             for name, x in _named(leaf):
-                leaves[number][name] = jax.ShapeDtypeStruct(_saved_shape(x), x.dtype)
                 for start, _, place in _pieces(x):
                     shape = tuple(s.stop - s.start for s in place)
                     tensors[f"leaves/{number}/{name}@{start}"] = x.dtype, shape
                     tensors[f"checksums/{number}/{name}/{start}"] = np.dtype(np.uint32), ()
+        leaves = [
+            {name: jax.ShapeDtypeStruct(_saved_shape(x), x.dtype) for name, x in _named(leaf)}
+            for leaf in self._shapes
+        ]
         with contextlib.closing(self):
-            write_state(folder, self.processes, moment, small, leaves, tensors, self._chunks())
+            write_state(folder, self._processes, moment, small, leaves, tensors, self._chunks())
 
     def _arrays(self) -> Iterator[tuple[int, str, jax.Array]]:
-        for begin, kept in self.snapshot.leaves():
+        for begin, kept in self.unsaved.leaves():
             for number, leaf in enumerate(kept.leaves, begin):
                 for name, x in _named(leaf):
                     yield number, name, x
@@ -122,8 +135,8 @@ class SavedState:
         leaves = []
         for n, (path, shape) in enumerate(zip(paths, shapes, strict=True), number):
             saved = self._leaves[n] if n < len(self._leaves) else {}
-            described = {name: (_saved_shape(x), x.dtype) for name, x in _named(shape)}
-            if {name: (tuple(x.shape), x.dtype) for name, x in saved.items()} != described:
+            described = {name: (tuple(x.shape), x.dtype) for name, x in saved.items()}
+            if described != {name: (_saved_shape(x), x.dtype) for name, x in _named(shape)}:
                 raise UnfitRunError(
                     f"{path} {list(shape.weight.shape)} or its optimizer state has other shapes in "
                     "`state`. Resume with the saved run's model, optimizer and `frozen`."
@@ -133,33 +146,49 @@ class SavedState:
         return flat(leaves)
 
     def _array(self, number: int, name: str, shape: Any, path: str) -> jax.Array:
-        saved, pieces = self._leaves[number][name], []
-        sharding = shape.sharding.with_memory_kind(HOST if is_large(shape) else "device")
-        indices = sharding.addressable_devices_indices_map(shape.shape)
-        places = {device: _bounds(index, shape.shape) for device, index in indices.items()}
+        saved = self._leaves[number][name]
         if isinstance(saved, StoredArray):
-            _check(saved, places.values(), self._checksums[str(number)][name], f"{name} of {path}")
-        for device, place in places.items():
-            x = np.asarray(saved[place]).reshape(sharding.shard_shape(shape.shape))
+            checksums = self._checksums[str(number)][name]
+            saved = _checked(saved, checksums, f"{name} of {path}")
+        sharding = shape.sharding.with_memory_kind(HOST if is_large(shape) else "device")
+        shard, pieces = sharding.shard_shape(shape.shape), []
+        for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
+            x = np.asarray(saved[_bounds(index, shape.shape)]).reshape(shard)
             pieces.append(upload(x, device, sharding.memory_kind))
         return jax.make_array_from_single_device_arrays(shape.shape, sharding, pieces)
 
 
-def _check(saved: StoredArray, places: Any, checksums: Mapping[str, Any], name: str) -> None:
-    """Compares the checksums of all saved pieces that are read for some places."""
-    for start, piece in saved.pieces.items():
-        extent = [*zip(start, piece.shape, strict=True)]
-        if not any(
-            all(a < s.stop and s.start < a + n for (a, n), s in zip(extent, place, strict=True))
-            for place in places
-        ):
-            continue
-        x = np.empty(piece.shape, piece.dtype)
-        piece.read(tuple(slice(None) for _ in piece.shape), x)
-        if _checksum(x) != int(checksums[",".join(map(str, start))]):
+@dataclasses.dataclass(frozen=True)
+class _CheckedPiece:
+    """A piece of a saved array, read once and checked before the first of its slices is used."""
+
+    piece: Any
+    shape: tuple[int, ...]
+    checksum: int
+    name: str
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        x = np.empty(self.shape, self.piece.dtype)
+        self.piece.read((), x)
+        if _checksum(x) != self.checksum:
             raise ValueError(
-                f"The saved {name} is damaged: its checksum differs. Use another checkpoint."
+                f"The saved {self.name} is damaged: its checksum differs. Use another checkpoint."
             )
+        return x
+
+    def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
+        np.copyto(out, self.values[index])
+
+
+def _checked(saved: StoredArray, checksums: Mapping[str, Any], name: str) -> StoredArray:
+    """Returns a saved array that checks what it reads, and keeps it for other devices."""
+    new: Any = copy.copy(saved)
+    new.pieces = {
+        start: _CheckedPiece(x, x.shape, int(checksums[",".join(map(str, start))]), name)
+        for start, x in saved.pieces.items()
+    }
+    return new
 
 
 def _checksum(x: np.ndarray) -> int:

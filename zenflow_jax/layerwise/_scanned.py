@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._device.scans import INSTEAD, Evaluation, Scan, Stack, is_stack, layer_sharding
 from zenflow_jax._spec.leaf import as_pure, plain_name
-from zenflow_jax.layerwise._tracing import key_of, live_inputs, shapes_of
+from zenflow_jax.layerwise._tracing import key_of, live_inputs, text_of, types_of
 
 _CHOOSER = "layerwise.ScannedModel"
 
@@ -74,7 +74,7 @@ class ScannedModel:
         pairs = jax.tree_util.tree_leaves_with_path(as_pure(params))
         self._names = [plain_name(path) for path, _ in pairs]
         leaves, self._treedef = jax.tree.flatten(params)
-        self._loss_fn, self._shapes, batch = loss_fn, shapes_of(leaves), shapes_of(batch)
+        self._loss_fn, self._shapes, batch = loss_fn, _shapes_of(leaves), _shapes_of(batch)
         traced = self._traced(batch)
         if where is None:
             finding, others = _Finding(_CHOOSER), len(traced[0].in_avals) - len(pairs)
@@ -109,16 +109,14 @@ class ScannedModel:
         has the structure of `params`, with None in place of all other leaves.
         """
         leaves, treedef = jax.tree.flatten(params)
-        pairs = jax.tree_util.tree_leaves_with_path(as_pure(params))
-        if different := {plain_name(path) for path, _ in pairs} ^ set(self._names):
-            raise ValueError(
-                f"{min(different)} is in only one of `params` here and in the constructor. Pass "
-                "the same parameters to both calls."
-            )
-        for name, shape, x in zip(self._names, self._shapes, shapes_of(leaves), strict=True):
-            if (x.shape, x.dtype) != (shape.shape, shape.dtype):
-                text = f"{x.dtype}{list(x.shape)}, but was {shape.dtype}{list(shape.shape)}"
-                raise ValueError(f"{name} is {text}. Pass the same parameters to both calls.")
+        paths, _ = zip(*jax.tree_util.tree_leaves_with_path(as_pure(params)), strict=True)
+        old = {name: text_of(x) for name, x in zip(self._names, self._shapes, strict=True)}
+        new = {plain_name(path): text_of(x) for path, x in zip(paths, leaves, strict=True)}
+        for name in sorted(old.keys() | new.keys()):
+            if (text := new.get(name, "absent")) != (before := old.get(name, "absent")):
+                raise ValueError(
+                    f"{name} is {text}, but was {before}. Pass the same parameters to both calls."
+                )
         stacks = {i: _slices(self._names[i], leaves[i]) for i in self._stacks}
         outer = (None if i in stacks else x for i, x in enumerate(leaves))
         numbers = range(self._length)[:: -1 if self._reverse else 1]
@@ -160,7 +158,7 @@ class ScannedModel:
         return cut.behind(jax.tree.leaves(outer), batch, carry, unread | outputs)
 
     def _cut_of(self, batch: Any) -> "_Cut":
-        shapes = shapes_of(batch)
+        shapes = _shapes_of(batch)
         if (key := key_of(shapes)) not in self._cuts:
             self._cuts[key] = cut = self._cut(shapes, *self._traced(shapes))
             if cut.scan.reverse != self._reverse:
@@ -299,6 +297,10 @@ def _as_function(function: Callable[..., Any], *shapes: Any) -> tuple[Callable[.
         return jax.tree.unflatten(jax.tree.structure(results), leaves)
 
     return run, results, closed.jaxpr
+
+
+def _shapes_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.update(sharding=None), types_of(tree))
 
 
 def _slices(name: str, x: Any) -> Callable[[int], Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 
 def traced(name: str, function: Callable, *args: Any) -> tuple[Any, Any]:
@@ -46,37 +46,22 @@ def text_of(tree: Any) -> str:
 
 
 def types_of(tree: Any) -> Any:
-    """Returns `shapes_of` with the shardings on explicit axes, which belong to an array's type."""
+    """Returns shapes, with weak types of Python numbers, which adopt dtypes.
 
-    def type_of(x: Any, shape: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            return shape
-        if AxisType.Explicit not in sharding.mesh.axis_types:
-            return shape
-        return shape.update(sharding=NamedSharding(sharding.mesh, sharding.spec))
+    Shardings on explicit axes belong to a type.
+    """
 
-    return jax.tree.map(type_of, tree, shapes_of(tree))
+    def type_of(x: Any) -> jax.ShapeDtypeStruct:
+        x = jax.typeof(x)
+        sharding = x.sharding if AxisType.Explicit in x.sharding.mesh.axis_types else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
-
-def shapes_of(tree: Any) -> Any:
-    """Returns shapes without shardings; Python numbers keep weak types, so they adopt dtypes."""
-
-    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-        dtype, weak = jax.dtypes.result_type(x, return_weak_type_flag=True)
-        return jax.ShapeDtypeStruct(jnp.shape(x), dtype, weak_type=weak)
-
-    return jax.tree.map(shape_of, tree)
+    return jax.tree.map(type_of, tree)
 
 
 def key_of(shapes: Any) -> Any:
     leaves, treedef = jax.tree.flatten(shapes)
     return treedef, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)
-
-
-def floats_of(tree: Any) -> list[Any]:
-    """Returns the float leaves of a tree."""
-    return [x for x in jax.tree.leaves(tree) if is_float(x)]
 
 
 def float_places(tree: Any) -> tuple[int, ...]:
@@ -90,13 +75,6 @@ def is_float(x: Any) -> bool:
 def live_inputs(jaxpr: Any, outputs: Sequence[bool] | bool = True) -> set[int]:
     """Returns the inputs that the chosen outputs depend on."""
     return {i for i, is_live in enumerate(dce_jaxpr(jaxpr, outputs)[1]) if is_live}
-
-
-def reads(function: Callable, argument: int, *args: Any) -> list[int]:
-    """Returns the leaves of an argument that the results depend on."""
-    live = live_inputs(jax.make_jaxpr(function)(*args).jaxpr)
-    begin = len(jax.tree.leaves(args[:argument]))
-    return [i for i in range(len(jax.tree.leaves(args[argument]))) if begin + i in live]
 
 
 def varied_by(function: Callable, args: Any, places: Sequence[int]) -> tuple[Callable, list[Any]]:

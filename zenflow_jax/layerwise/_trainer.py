@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -16,16 +17,16 @@ from zenflow_jax._spec.arguments import check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax.layerwise._blocks import (
     Block,
-    bytes_at_rest,
     check_names,
     checksum_of_names,
+    devices_of,
     make_blocks,
 )
 from zenflow_jax.layerwise._dispatch import Dispatcher
-from zenflow_jax.layerwise._optimizer import Updater
+from zenflow_jax.layerwise._optimizer import master_of, unflat
 from zenflow_jax.layerwise._progress import Judge, new_progress
-from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot, new_snapshot
-from zenflow_jax.layerwise._transfers import large_moved, moved
+from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot
+from zenflow_jax.layerwise._transfers import Bus, copied, moved
 from zenflow_jax.layerwise._updates import Updates
 
 #: By default, this many of the largest updated arrays may be in flight.
@@ -130,8 +131,8 @@ class Trainer:
         at_once = updates == "during_backward"
         saved = None if state is None else SavedState(state)
         counts: Mapping[str, Any] = {} if saved is None else saved.counts
-        self._updater = Updater(optimizer, compiler_options)
-        blocks = make_blocks(params, frozen, self._updater, saved, gradients=not at_once)
+        arguments = params, frozen, optimizer, compiler_options, saved
+        self._blocks = blocks = make_blocks(*arguments, gradients=not at_once)
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
             raise ValueError(
@@ -146,27 +147,29 @@ class Trainer:
             )
         #: The number of steps taken, including skipped steps.
         self.steps = int(counts.get("step", 0))
-        self._blocks, self._max_skipped = blocks, max_skipped
-        self._trained = [block for block in blocks if block.trains]
-        shardings = [x.weight.sharding for block in blocks for x in block.shapes]
-        devices = {device for sharding in shardings for device in sharding.device_set}
-        check_gpus(devices)
+        self._max_skipped = max_skipped
+        self._trained = [block for block in blocks if block.kind.trains]
+        check_gpus(devices := devices_of(blocks))
         self._processes = sorted({device.process_index for device in devices})
+        self._devices_here = sum(x.process_index == jax.process_index() for x in devices)
         self._failure: BaseException | None = None
         self._closed = False
         self._verdicts: deque[tuple[int, jax.Array]] = deque()  # of steps, not read yet
         self._skipped, self._step_s = int(counts.get("skipped", 0)), 0.0
         # A huge outer leaf does not count; it is updated when nothing else is in flight.
-        largest = max((x.nbytes for block in blocks[1:] for x in block.bundles), default=0)
+        largest = max((x.nbytes for block in blocks[1:] for x in block.kind.bundles), default=0)
         in_flight = _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes
-        judge = Judge(max_grad_norm, compiler_options)
-        self._updates = Updates(blocks, judge, in_flight, at_once=at_once)
-        sizes = [block.trains * sum(x.weight.size for x in block.shapes) for block in blocks]
+        judge = Judge(max_grad_norm, compiler_options, at_once=at_once)
+        self._bus = Bus()
+        self._updates = Updates(blocks, judge, self._bus, in_flight, at_once=at_once)
+        weights = [x for block in blocks for x in block.kind.weights]
+        sizes = [block.kind.trains * sum(x.size for x in block.kind.weights) for block in blocks]
         self._dispatcher = Dispatcher(
             (first, layers, last),
             blocks,
             self._updates,
-            new_progress(sizes, counts, _everywhere(shardings)),
+            self._bus,
+            new_progress(sizes, counts, _everywhere(weights[0].sharding)),
             inputs_to_host=inputs == "host",
             options=compiler_options,
         )
@@ -180,9 +183,9 @@ class Trainer:
         return EngineStats(
             steps=self.steps,
             skipped_steps=self._skipped,
-            bytes_to_host=self._dispatcher.bytes_to_host + self._updates.bytes_to_host,
-            bytes_to_device=self._dispatcher.bytes_to_device + self._updates.bytes_to_device,
-            pinned_bytes=sum(bytes_at_rest(self._blocks).values()),
+            bytes_to_host=self._bus.to_host,
+            bytes_to_device=self._bus.to_device,
+            pinned_bytes=sum(x.kind.nbytes for x in self._blocks) * self._devices_here,
             seconds={"exchange": self._step_s, "wait for host": self._dispatcher.wait_s},
         )
 
@@ -245,7 +248,7 @@ class Trainer:
         The arrays never change. Large ones are in pinned host memory.
         """
         self.wait()
-        outer, *layers = (x.treedef.unflatten(x.weights()) for x in self._blocks)
+        outer, *layers = (x.tree(x.weights()) for x in self._blocks)
         return {"outer": outer, "layers": layers}
 
     def master_params(self, name: int | str) -> Any:
@@ -254,14 +257,13 @@ class Trainer:
         They are in pinned host memory; frozen weights are returned as they are.
         """
         block = self._block(name)
-        if not block.trains:
-            return block.treedef.unflatten(block.weights())
+        if not block.kind.trains:
+            return block.tree(block.weights())
         masters = []
-        for bundle in block.bundles:  # a few leaves on the device at a time
-            arrays = large_moved(bundle.arrays, "device")
-            made = self._updater.masters(bundle.shapes)(arrays)
-            masters += jax.block_until_ready(moved(made, HOST))
-        return block.treedef.unflatten(masters)
+        for bundle, arrays in block.bundles:  # a few leaves on the device at a time
+            leaves = unflat(moved("device", arrays, bundle.large), bundle.shapes)
+            masters += jax.block_until_ready(copied(HOST, [*map(_master, leaves)]))
+        return block.tree(masters)
 
     def optimizer_states(self, name: int | str) -> list[Any]:
         """Returns the optimizer's state of each leaf in a layer, named as in `master_params`.
@@ -270,8 +272,8 @@ class Trainer:
         none.
         """
         block = self._block(name)
-        leaves = [x for bundle in block.bundles for x in bundle.leaves if block.trains]
-        return [self._updater.state_of(block.treedef, i, leaf) for i, leaf in enumerate(leaves)]
+        leaves = enumerate(block.leaves() if block.kind.trains else ())
+        return [block.kind.state_of(i, leaf) for i, leaf in leaves]
 
     def _block(self, name: int | str) -> Block:
         check_names({name}, len(self._blocks) - 1)
@@ -298,13 +300,12 @@ class Trainer:
         counts = {name: np.array(x) for name, x in progress._asdict().items()}
         counts |= {"step": np.array(self.steps, np.int32), "names": self._names}
         counts["token"] = counts["counted"]
-        shapes = [leaf for block in self._trained for leaf in block.shapes]
         if copy_bytes is None:
-            copy_bytes = sum(leaf.weight.size for leaf in shapes)
-        snapshot = new_snapshot(self._trained, copy_bytes)
+            copy_bytes = sum(x.size for block in self._trained for x in block.kind.weights)
+        snapshot = TrainerSnapshot(self._trained, copy_bytes, counts, self._processes)
         running = [x for x in self._updates.snapshots if not x.done]
-        self._updates.snapshots = [*running, snapshot]
-        return TrainerSnapshot(shapes, snapshot, counts, self._processes)
+        self._updates.snapshots = [*running, snapshot.unsaved]
+        return snapshot
 
     def wait(self) -> None:
         """Waits for the last step, and raises its errors."""
@@ -315,8 +316,8 @@ class Trainer:
     def close(self) -> None:
         """Frees the weights and the state; the trainer rejects later calls. Safe to call twice."""
         self._closed = True
-        for bundle in (x for block in self._blocks for x in block.bundles):
-            bundle.arrays.clear()
+        for block in self._blocks:
+            block.arrays = [[] for _ in block.arrays]
 
     def __enter__(self) -> "Trainer":
         return self
@@ -356,7 +357,7 @@ class Trainer:
                 "which has already updated other weights. Resume from the last checkpoint, with "
                 'updates="after_backward", which skips such steps.'
             )
-        paths = [names[0] for block in self._trained for names in block.names]
+        paths = [path for block in self._trained for path in block.paths()]
         return (
             f"The optimizer's update of {paths[report - 1]} is not finite in step {step}, though "
             "its gradient is. Look for NaN in the learning rate's schedule, and resume from the "
@@ -364,9 +365,11 @@ class Trainer:
         )
 
 
-def _everywhere(shardings: Sequence[jax.sharding.Sharding]) -> jax.sharding.Sharding:
-    """Returns the sharding of scalars."""
-    sharding = shardings[0]
+_master = jax.jit(lambda leaf: jnp.copy(master_of(leaf)))  # never the trainer's own array
+
+
+def _everywhere(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Returns the sharding of scalars beside an array."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     return sharding

@@ -15,9 +15,10 @@ import numpy as np
 
 from zenflow_jax._checkpoint.saving import Snapshot
 from zenflow_jax._device.memory import HOST
-from zenflow_jax.layerwise._blocks import Block, Bundle
+from zenflow_jax.layerwise._blocks import Block
+from zenflow_jax.layerwise._optimizer import Bundle
 from zenflow_jax.layerwise._progress import Judge, Progress
-from zenflow_jax.layerwise._transfers import large_moved
+from zenflow_jax.layerwise._transfers import Bus
 
 #: The maximum number of layers whose programs or gradients are in flight.
 AHEAD = 2
@@ -30,6 +31,19 @@ def gradients_kept(weights_nbytes: Sequence[int], in_flight_bytes: int) -> int:
     """
     sums = np.cumsum(weights_nbytes)
     return int(np.searchsorted(sums, in_flight_bytes // 2, side="right"))
+
+
+def fetched_early(bundles: Sequence[Bundle], in_flight_bytes: int) -> list[int]:
+    """Returns the bundles of a block whose state is fetched behind the next backward program.
+
+    They fill one half of the bytes, because the other half may be leaving.
+    """
+    room, chosen = in_flight_bytes // 2, []
+    for i in sorted(range(len(bundles)), key=lambda i: -bundles[i].others_nbytes):
+        if bundles[i].others_nbytes <= room:
+            room -= bundles[i].others_nbytes
+            chosen.append(i)
+    return chosen
 
 
 class Updates:
@@ -45,34 +59,33 @@ class Updates:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], judge: Judge, in_flight_bytes: int, *, at_once: bool
+        self,
+        blocks: Sequence[Block],
+        judge: Judge,
+        bus: Bus,
+        in_flight_bytes: int,
+        *,
+        at_once: bool,
     ):
         self._blocks, self._judge, self._limit = blocks, judge, in_flight_bytes
-        self._at_once = at_once
-        sizes = [block.trains * block.weights_nbytes for block in blocks]
+        self._bus, self._at_once = bus, at_once
+        sizes = [block.kind.trains * block.kind.weights_nbytes for block in blocks]
         self._kept = 0 if at_once else gradients_kept(sizes, in_flight_bytes)
         self._bytes = 0  # in flight
         self._leaving: deque[tuple[int, list[jax.Array]]] = deque()  # with their copies
         self.snapshots: list[Snapshot] = []  # saves that may still be running
-        self.bytes_to_host = self.bytes_to_device = 0  # on one device
 
     def begin(self, loss: jax.Array, progress: Progress) -> None:
-        self._progress = progress
-        self._control, self._known = self._judge.begin(loss)
-        self._squares: dict[int, jax.Array] = {}
-        # The blocks without updates: their gradient, weights and clipping factor.
-        self._waiting: dict[int, tuple[list[Any], list[Any], Any]] = {}
-        self._early: deque[list[jax.Array]] = deque()  # state that was fetched ahead
+        self._progress, self._control = progress, self._judge.begin(loss, progress.shares)
+        # The gradients and weights of the blocks without updates.
+        self._waiting: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._early: dict[int, list[jax.Array]] = {}  # state, by the number of the bundle
         self._departing: deque[list[jax.Array]] = deque()  # gradients
 
     def before_program(self) -> None:
-        for i in self._waiting if self._at_once else ():
-            size = 0
-            for bundle in self._blocks[i].bundles:
-                size += bundle.nbytes
-                if size > self._limit // 2:  # the other half may be leaving
-                    break
-                self._early.append(self._fetch(bundle))
+        for block in (self._blocks[i] for i in self._waiting if self._at_once):
+            for number in fetched_early(block.kind.bundles, self._limit):
+                self._early[number] = self._fetch(block, number)
 
     def after_program(
         self, i: int, gradient: list[Any] | None, squares: Any, weights: list[Any]
@@ -81,67 +94,64 @@ class Updates:
             self._update_waiting()
         if gradient is None:
             return
-        block, self._squares[i], factor = self._blocks[i], squares, None
-        if self._at_once:
-            arguments = self._progress.shares, squares, np.int32(i)
-            self._control, self._known = self._judge.project(self._control, self._known, *arguments)
-            factor = self._control.factor
-        else:
+        block, shares = self._blocks[i], self._progress.shares
+        self._control = self._judge.note(self._control, shares, squares, np.int32(i))
+        if not self._at_once:
             weights = block.weights()
             if i >= self._kept:
                 if len(self._departing) >= AHEAD:  # a slow bus would keep them on the device
                     jax.block_until_ready(self._departing.popleft())
-                gradient = large_moved(gradient, HOST)
-                self.bytes_to_host += block.weights_nbytes
+                gradient = self._bus.to(HOST, gradient, block.kind.large)
                 self._departing.append(gradient)
-        self._waiting[i] = gradient, weights, factor
+        self._waiting[i] = gradient, weights
 
     def end(self) -> tuple[Progress, jax.Array]:
         """Returns the new progress, and the step's verdict."""
-        squares = self._squares
-        if self._at_once:
-            self.before_program()
-        else:
-            self._control, squares = self._judge.decide([*squares.values()]), {}
-            self._departing.clear()
+        self.before_program()
+        self._departing.clear()
         self._update_waiting()
-        return self._judge.conclude(self._progress, self._control, squares)
+        return self._judge.conclude(self._progress, self._control)
 
     def _update_waiting(self) -> None:
         for i in sorted(self._waiting):
-            (gradient, weights, factor), block = self._waiting.pop(i), self._blocks[i]
-            for bundle in block.bundles:
-                state = self._early.popleft() if self._early else self._fetch(bundle)
+            (gradient, weights), block = self._waiting.pop(i), self._blocks[i]
+            rest = [x for x in range(len(block.kind.bundles)) if x not in self._early]
+            for number in (*self._early, *rest):
+                bundle = block.kind.bundles[number]
+                if number not in self._early:
+                    self._early[number] = self._fetch(block, number)
+                state = self._early.pop(number)
                 # Emptying the lists frees the device's memory.
-                arrays = [*_taken(gradient, bundle), *_taken(weights, bundle)]
+                g, w = _taken(gradient, bundle), _taken(weights, bundle)
                 if not self._at_once:
-                    self.bytes_to_device += bundle.weights_nbytes * (1 + (i >= self._kept))
-                    arrays = large_moved(arrays, "device")
-                self._update(block, bundle, arrays, state, factor)
-                del state, arrays
+                    large = bundle.large[: len(w)]
+                    g = g if i < self._kept else self._bus.to("device", g, large)
+                    w = self._bus.to("device", w, large)
+                self._update(block, number, g, [*w, *state])
+                del state, g, w
 
-    def _fetch(self, bundle: Bundle) -> list[jax.Array]:
+    def _fetch(self, block: Block, number: int) -> list[jax.Array]:
         """Starts to fetch the arrays that only an update reads, after waiting for room."""
+        bundle = block.kind.bundles[number]
         while self._bytes + bundle.nbytes > self._limit and self._leaving:
             size, copies = self._leaving.popleft()
             jax.block_until_ready(copies)
             self._bytes -= size
         self._bytes += bundle.nbytes
-        self.bytes_to_device += bundle.nbytes - bundle.weights_nbytes
-        return large_moved(bundle.others, "device")
+        count = len(bundle.places)
+        return self._bus.to("device", block.arrays[number][count:], bundle.large[count:])
 
-    def _update(self, block: Block, bundle: Bundle, arrays: Any, state: Any, factor: Any) -> None:
-        """Updates a bundle, from its gradient and weights, and its other arrays."""
+    def _update(self, block: Block, number: int, gradient: Any, arrays: Any) -> None:
+        """Updates a bundle. Large arrays are donated; their copies may still be on their way."""
+        bundle = block.kind.bundles[number]
+        first = block.number + bundle.places[0]  # the first leaf's
         for snapshot in self.snapshots:
             if not snapshot.done:  # waits only if the save may not keep more old arrays
-                snapshot.before_write(int(bundle.number), lambda: False)
-        control, count = self._control, len(bundle.places)
-        if factor is not None:
-            control = control._replace(factor=factor)
-        report = block.update(bundle, [*arrays[count:], *state], arrays[:count], control)
-        self._control = control._replace(report=report)
-        self._leaving.append((bundle.nbytes, bundle.arrays))
-        self.bytes_to_host += bundle.nbytes
+                snapshot.before_write(first, lambda: False)
+        new, report = bundle.update(gradient, self._control, np.int32(first), *arrays)
+        self._control = self._control._replace(report=report)
+        block.arrays[number] = new = self._bus.to(HOST, new, bundle.large)
+        self._leaving.append((bundle.nbytes, new))
 
 
 def _taken(arrays: list[Any], bundle: Bundle) -> list[jax.Array]:

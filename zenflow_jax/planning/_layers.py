@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from zenflow_jax._spec.rules import check_one_of
-from zenflow_jax.layerwise._blocks import bundles_of
-from zenflow_jax.layerwise._optimizer import Updater, alone, flat
+from zenflow_jax.layerwise._optimizer import Kind, flat
 from zenflow_jax.layerwise._programs import trace_model
-from zenflow_jax.layerwise._tracing import floats_of, shapes_of
+from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
-from zenflow_jax.layerwise._updates import AHEAD, gradients_kept
+from zenflow_jax.layerwise._updates import AHEAD, fetched_early, gradients_kept
 from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._plans import (
     TEMPORARIES,
@@ -53,24 +53,28 @@ def plan_layerwise(
     gpu = gpu_named(device)
     check_one_of("updates", updates, ("after_backward", "during_backward"))
     check_one_of("inputs", inputs, ("device", "host"))
-    blocks, trees = _blocks_of(optimizer, params)
-    types = jax.tree.map(lambda x, y: _at(y, getattr(x, "sharding", None)), batch, shapes_of(batch))
+    trees, kinds, updates_flops = _kinds_of(optimizer, params)
+    types = jax.tree.map(lambda x, y: _at(y, getattr(x, "sharding", None)), batch, types_of(batch))
     functions = first, (layer,) * (len(trees) - 1) if callable(layer) else tuple(layer), last
     leaves, treedef = jax.tree.flatten((trees, types))
     several, at_once, on_host = micro_batches > 1, updates == "during_backward", inputs == "host"
     work = _work_of(functions, tuple(leaves), treedef, several, compiles)
-    w, u = [x.weights for x in blocks], [x.others for x in blocks]
-    in_flight = _IN_FLIGHT * max((x.largest for x in blocks[1:]), default=0)
+    w = [x.weights_nbytes for x in kinds]
+    u = [x.nbytes - x.weights_nbytes for x in kinds]
+    largest = [max((bundle.nbytes for bundle in x.bundles), default=0) for x in kinds]
+    in_flight = _IN_FLIGHT * max(largest[1:], default=0)
     in_flight = in_flight if in_flight_bytes is None else in_flight_bytes
     # Weights come for both passes. All arrays leave once. A second sweep also fetches the weights,
     # and sends gradients and takes them back, and nothing hides it.
     stay = 0 if at_once else gradients_kept(w, in_flight)
     sent, kept = sum(w[stay:]) * (not at_once), micro_batches * sum(work.inputs) * on_host
     sweep = (sum(w) + sent) * (not at_once)
-    late = sum(max(x - in_flight // 2, 0) for x in u) if at_once else sum(u) + sweep
+    late = sum(u) + sweep
+    for bundles in (x.bundles for x in kinds if at_once):
+        late -= sum(bundles[i].others_nbytes for i in fetched_early(bundles, in_flight))
     on_device = sorted(work.inputs)[-AHEAD - 1 :] if on_host else work.inputs
-    held = micro_batches * (sum(on_device) + work.carry)
-    flights = in_flight * at_once, max(in_flight, blocks[0].largest)
+    held = micro_batches * (sum(on_device) + work.shared + work.carry)
+    flights = in_flight * at_once, max(in_flight, largest[0])
     moments = _moments(work, trees, held, several, flights, stay)
     fullest = max(moments, key=lambda x: sum(x.values()))
     if not compiles:
@@ -83,8 +87,8 @@ def plan_layerwise(
         weights,
         device=fullest,
         host={name: devices_of(weights) * x for name, x in host.items()},
-        checkpoint=sum(x.saved for x in blocks),
-        flops=micro_batches * work.flops + sum(x.flops for x in blocks),
+        checkpoint=sum(nbytes(x) for kind in kinds for x in flat(kind.shapes)),
+        flops=micro_batches * work.flops + updates_flops,
         to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + sweep + kept,
         to_host=sum(w) + sum(u) + sent + kept,
         exposed=late,
@@ -95,43 +99,27 @@ def pinned_bytes(
     params: Mapping[str, Any], optimizer: optax.GradientTransformation, *, gradients: bool
 ) -> int:
     """Returns one device's pinned bytes of weights, state and `gradients`, without a backend."""
-    blocks, _ = _blocks_of(optimizer, params)
-    return sum((1 + gradients) * x.weights + x.others for x in blocks)
+    _, kinds, _ = _kinds_of(optimizer, params)
+    return sum(x.nbytes + gradients * x.weights_nbytes for x in kinds)
 
 
-class _Block(NamedTuple):
-    """A block's bytes on one device, and its updates' operations there."""
-
-    weights: int
-    others: int  # that only updates read: the masters' rest, and the optimizer's state
-    largest: int  # of the arrays that one program updates
-    saved: int  # on disk, for all devices
-    flops: float
-
-
-def _blocks_of(
+def _kinds_of(
     optimizer: optax.GradientTransformation, params: Mapping[str, Any]
-) -> tuple[list[_Block], list[Any]]:
-    """Returns the blocks, and the shapes of their weights."""
-    updater = Updater(optimizer, None)
-
-    def flops_of(x: Any, tree: Any) -> float:
-        traced = jax.make_jaxpr(optimizer.update)(tree, jax.eval_shape(optimizer.init, tree), tree)
-        return products(traced.jaxpr) * nbytes_here(x) / max(nbytes(x), 1)
+) -> tuple[list[Any], list[Kind], float]:
+    """Returns the shapes of each block's weights, its kind, and the operations of all updates."""
 
     @functools.cache
-    def block_of(treedef: Any, leaves: tuple[Any, ...]) -> _Block:
-        shapes = [updater.shapes(treedef, i, x) for i, x in enumerate(leaves)]
-        bundles = [*bundles_of(shapes, 0)]
-        weights, sizes = sum(x.weights_nbytes for x in bundles), [x.nbytes for x in bundles]
-        apart = [alone(treedef, i, x) for i, x in enumerate(_float32(leaves))]
-        flops = sum(map(flops_of, leaves, apart))
-        saved = sum(map(nbytes, flat(shapes)))
-        return _Block(weights, sum(sizes) - weights, max(sizes, default=0), saved, flops)
+    def kind_of(treedef: Any, leaves: tuple[Any, ...]) -> tuple[Kind, float]:
+        kind, flops = Kind(treedef.unflatten(leaves), optimizer, None), 0.0
+        for i, (x, state) in enumerate(zip(leaves, kind.states, strict=True)):
+            tree = kind.alone(i, *_float32([x]))
+            traced = jax.make_jaxpr(optimizer.update)(tree, state, tree)
+            flops += products(traced.jaxpr) * nbytes_here(x) / max(nbytes(x), 1)
+        return kind, flops
 
     trees = jax.tree.map(lambda x: _at(x, x.sharding), [params["outer"], *params["layers"]])
-    pairs = map(jax.tree.flatten, trees)
-    return [block_of(treedef, tuple(leaves)) for leaves, treedef in pairs], trees
+    pairs = [kind_of(y, tuple(x)) for x, y in map(jax.tree.flatten, trees)]
+    return trees, [kind for kind, _ in pairs], sum(flops for _, flops in pairs)
 
 
 class _Work(NamedTuple):
@@ -139,6 +127,7 @@ class _Work(NamedTuple):
 
     flops: float
     inputs: Sequence[int]  # what each layer keeps for the backward pass
+    shared: int  # what several layers keep together
     carry: int  # the largest
     outer: int  # the gradient of the outer weights that `last` reads
     temporaries: Sequence[int]  # at the loss, in a layer, and in the backward program of `first`
@@ -153,10 +142,10 @@ def _work_of(
     compiles: bool,
 ) -> _Work:
     """Traces the programs for weights and a batch, and compiles them if `compiles`."""
-    (outer, *layers), batch = treedef.unflatten(leaves)
+    trees, batch = treedef.unflatten(leaves)
     types = jax.tree.map(lambda x: _at(x, None), batch)
-    trains, known, flops = [True] * (1 + len(layers)), {}, 0.0
-    program = trace_model(*functions, outer, layers, types, trains, None, {})
+    trains, known, flops = [True] * len(trees), {}, 0.0
+    program = trace_model(*functions, trees[0], trees[1:], types, trains, None, {})
     shares = shares_of(batch)
 
     def call(function: Any, *args: Any) -> tuple[Any, int]:
@@ -177,32 +166,31 @@ def _work_of(
         each = jax.tree.leaves(arrays)
         return sum(nbytes_here(x) if x.sharding else nbytes(x) // shares for x in each)
 
-    (carry, shared), _ = call(program.first, outer, batch)
-    begin, largest, temporaries = floats_of(carry), size(carry), 0
-    moving = [jax.tree.leaves(shared)[j] for j in program.moving]
-    weighing = (jax.ShapeDtypeStruct((), jnp.float32), None) if several else None
-    inputs, previous = [], []
-    for layer, tree in zip(program.layers, layers, strict=True):
-        kept = [jax.tree.leaves(carry)[j] for j in layer.kept]
-        inputs.append(size([x for x in kept if all(x is not y for y in previous)]))
-        out, ahead = call(layer.forward, tree, carry, shared)
-        # Arrays that the layer makes are new objects.
-        made = [_at(x, x.sharding) for x in out]
-        after = dataclasses.replace(layer, forward=lambda *_, made=made: made).run(
-            None, carry, None
-        )
-        end = floats_of(after)
-        run = layer.backward(*map(_places, (end, floats_of(carry), moving))).other
+    inputs, shared, carry, at_layers, steps = [], {}, 0, 0, []
+    x, varying = batch, []
+    for block, tree in zip(program.blocks, trees, strict=True):
+        out, temporaries = call(block.forward, tree, x)
+        made = [_at(y, y.sharding) for y in out]  # new objects
+        kept = [jax.tree.leaves(x)[j] for j in block.kept]
+        new = dataclasses.replace(block, forward=lambda *_, made=made: made).run(None, x)
+        g = [jax.tree.leaves(new)[j] for j in block.varying]
+        run = block.backward(_places(g), _places(varying), several)[several]
+        steps.append((run, tree, g, kept))
+        if len(steps) > 1:
+            inputs.append(size([*itertools.compress(kept, block.moves)]))
+            shared |= {id(y): y for y, m in zip(kept, block.moves, strict=True) if not m}
+            at_layers, carry = max(at_layers, temporaries), max(carry, size(made))
+        x, varying = new, g
+    share = jax.ShapeDtypeStruct((), jnp.float32)
+    run = program.last(_places(varying), several)
+    (_, g_outer, _), at_loss = call(run, None, share, trees[0], x, batch)
+    for step, tree, *arguments in steps[1:]:
         total = _float32(tree) if several else None
-        _, behind = call(run, total, weighing, tree, end, moving, kept, shared)
-        temporaries, largest = max(temporaries, ahead, behind), max(largest, size(after))
-        carry, previous = after, kept
-    run = program.last(*map(_places, (floats_of(carry), moving)))[several]
-    (_, g_outer, *_), at_loss = call(run, None, outer, carry, moving, batch)
-    run = program.first_backward((), (), ()).other
-    _, in_first = call(run, g_outer, weighing, outer, begin, moving, batch)
-    temporaries = at_loss, temporaries, in_first
-    return _Work(flops, inputs, largest, size(g_outer), temporaries)
+        at_layers = max(at_layers, call(step, total, tree, *arguments)[1])
+    _, in_first = call(steps[0][0], g_outer, *steps[0][1:])
+    outer = size([y for y in g_outer if y is not None])
+    temporaries = at_loss, at_layers, in_first
+    return _Work(flops, inputs, size([*shared.values()]), carry, outer, temporaries)
 
 
 def _moments(
