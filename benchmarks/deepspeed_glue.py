@@ -111,6 +111,7 @@ def train(job: Job) -> dict[str, Any]:
     """Trains with jax, as `zenflow-finetune` does."""
     settings, file = job.settings, Path(job.checkpoint).with_suffix(".npz")
     work, opt_state = prepare(read(settings), lambda: None)
+    assert work.train_step is not None  # weights do not stream
     params, saved = work.model.params, None
     if job.resume:
         params, opt_state, saved = load(file, params, opt_state)
