@@ -3,7 +3,6 @@
 `test_stopping.py` has runs that resume from their checkpoints.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from benchmarks.kill_test import names_in, steps_of
 from tests.train.scripts import flip_a_bit, largest_file
 from train.checkpoints import checksums
 from train.checkpoints.compatibility import description
-from train.checkpoints.reading import CheckpointError, SavedCheckpoints
+from train.checkpoints.reading import CheckpointError
 from train.checkpoints.writing import Checkpoints
 from train.cli.settings import Settings, SettingsError
 from train.model.decoder import DecoderConfig, LinearRope
@@ -115,38 +114,8 @@ def test_a_checkpoint_has_its_steps_state_whatever_is_donated_during_the_write(t
             assert restored.params["w"].committed
 
 
-def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
-    # The second and fourth have no result.
-    losses = {1: np.nan, 2: None, 3: 1.0, 4: None, 5: 2.0, 6: 2.0, 7: 4.0}
-    values = {}
-    with Job(tmp_path, keep=2, keep_best=True) as job:
-        for step, loss in losses.items():
-            job.step()
-            values[step] = job.values()
-            job.save(step, loss=loss)
-        job.checkpoints.finish()
-        assert steps_of(tmp_path / "checkpoints") == {3, 6, 7}
-        assert job.checkpoints.best(or_step=7) == 3
-    with Job(tmp_path, keep=2, keep_best=True) as job:
-        job.restored(7)
-        assert job.checkpoints.best(or_step=7) == 3
-        weights = job.checkpoints.weights(3, job.params)
-        jax.tree.map(np.testing.assert_array_equal, weights, values[3][0])
-        job.checkpoints.rate(7, 0.5)
-        assert job.checkpoints.best(or_step=9) == 7
-        job.params = weights
-        job.save(8)
-        job.checkpoints.finish()
-    assert steps_of(tmp_path / "checkpoints") == {7, 8}
-
-
 def without_end(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
-
-
-def change_checksums(checkpoint: Path, change) -> None:
-    path = checkpoint / checksums.CHECKSUMS
-    path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8")))))
 
 
 DAMAGES = {
@@ -154,9 +123,6 @@ DAMAGES = {
     "arrays cut off": (lambda c: without_end(largest_file(c / "state")), "does not match"),
     "no state": (lambda c: shutil.rmtree(c / "state"), "is missing"),
     "no checksums": (lambda c: (c / "checksums.json").unlink(), "checksums.json is missing"),
-    "half the checksums": (lambda c: without_end(c / "checksums.json"), "cannot be read"),
-    "a list": (lambda c: change_checksums(c, list), "cannot be read"),
-    "no checksum": (lambda c: change_checksums(c, lambda _: {}), "is not in checksums.json"),
     "another file": (lambda c: (c / "run" / "x").touch(), "is not in checksums.json"),
 }
 
@@ -196,36 +162,12 @@ def test_a_run_resumes_from_an_intact_checkpoint_before_a_damaged_one_or_raises_
     assert steps_of(checkpoints) == {10, 20}
 
 
-def test_writers_remove_incomplete_checkpoints_and_keep_a_copied_checkpoint(tmp_path):
-    values = saved_run(tmp_path, 10, 20)
-    checkpoints = tmp_path / "checkpoints"
-    shutil.copytree(checkpoints / "20", checkpoints / "20.copy")
-    half = checkpoints / "20.orbax-checkpoint-tmp"
-    (checkpoints / "20").rename(half)
-    # A reader leaves a save in progress alone.
-    describe = description(vars(Settings(optimizer="adamw")), 0, CONFIG)
-    saved = SavedCheckpoints(checkpoints, describe=describe, say=print)
-    weights = saved.weights(saved.find("10"), Job(tmp_path).params)
-    jax.tree.map(np.testing.assert_array_equal, weights, values[0][0])
-    assert checksums.find_damage(half) is None
-    with Job(tmp_path) as job:
-        assert job.checkpoints.newest() == 10
-        job.restored(10)
-        job.save(20)
-        job.checkpoints.finish()
-    assert sorted(p.name for p in checkpoints.iterdir()) == ["10", "20", "20.copy"]
-    assert checksums.find_damage(checkpoints / "20.copy") is None
-
-
 def test_a_checkpoint_from_another_run_is_rejected_and_kept(tmp_path):
     saved_run(tmp_path, 10, steps=40, full_warm_up_share=0.05)
     linear = CONFIG._replace(rope_scaling=LinearRope(2.0))
     for options, expected in (
         ({"width": 512}, "`width`: is 512, but was 256 in the run .*Pass --width 256"),
-        ({"rolling": False}, "`rolling`: is False, but was True .*Pass --rolling, or"),
         ({"config": linear}, r"has the rope_scaling LinearRope\(factor=.*10 has None"),
-        # Results on other samples do not show which checkpoint is best.
-        ({"eval_batches": 3}, "`eval_batches`: is 3, but was None .*Pass --eval-batches None"),
         ({"size": SMALL + 1}, r"array `\S+` is float32 .1000,. in .*but float32 .1001,."),
         # A share for the warm-up must give the rounds that the run began with.
         (

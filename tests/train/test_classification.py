@@ -67,21 +67,16 @@ ROWS = [("id", "text", "label"), *((str(i), t, LABELS[i]) for i, t in enumerate(
     [
         ("a.csv", as_csv(ROWS)),
         ("a.csv", "\ufeff" + as_csv(ROWS, delimiter=";")),
-        ("a.csv", as_csv(ROWS, quoting=csv.QUOTE_ALL, delimiter="|") + "\n\n"),
         ("a.CSV", as_csv([(" id", "text ", " label "), *ROWS[1:]])),
         ("a.jsonl", json_lines(ROWS)),
     ],
-    ids=["crlf", "semicolons", "bars", "spaces in the header", "jsonl"],
+    ids=["crlf", "semicolons", "spaces in the header", "jsonl"],
 )
 def test_every_text_and_label_in_a_file_is_an_example(tmp_path, bert, name, content):
     task = make(write(tmp_path / name, content), bert)
     assert sorted(examples(task)) == expected(bert, TEXTS)
     assert len(task.train) == 2
-    assert (task.kind, task.labels) == ("encoder", ("kind", "unkind"))
-    assert task.notes == ()
-    assert task.overview[0] == (
-        "2 classes, with example counts: 'kind' 2 (50.0%), 'unkind' 2 (50.0%)"
-    )
+    assert task.labels == ("kind", "unkind")
 
 
 def test_a_line_of_tsv_is_a_row_whatever_its_quotation_marks(tmp_path, bert):
@@ -99,8 +94,6 @@ def test_pairs_have_two_columns_and_the_longer_text_is_cut(tmp_path, bert):
     tokens = bert.tokens.encode("a cat", "the cat sat").ids
     assert task.train[0]["tokens"].tolist() == tokens
     assert task.train[0]["types"].tolist() == [0] * 4 + [1] * 4
-    # The tokenizer that was passed in cuts nothing.
-    assert len(bert.tokens.encode("a cat", "the cat sat on a dog").ids) > 8
     assert task.labels == ("no", "yes")
 
 
@@ -116,25 +109,16 @@ def write_table(path, ids, names):
 def test_numeric_classes_are_sorted_and_a_tables_own_names_are_used(tmp_path, bert):
     rows = [("text", "label"), *((f"film {i}", str(i)) for i in (10, 9, -1, 2))]
     assert make(write(tmp_path / "a.csv", as_csv(rows)), bert).labels == ("-1", "2", "9", "10")
-    items = [{"text": f"film {i}", "label": i} for i in (10, 9, -1, 2)]
-    content = json.dumps([*items, {"text": "so", "label": True}])
-    assert "true" in make(write(tmp_path / "b.json", content), bert).labels
-
     names = ["unkind", "so", "kind"]
     path = write_table(tmp_path / "c.parquet", [2, 0, 2, 0], names)
     task = make(path, bert)
     assert task.labels == ("unkind", "so", "kind")
     assert classes_of(task) == [0, 0, 2, 2]
-    floats = pyarrow.table({"text": TEXTS, "label": [2.0, 0.0, 2.0, 0.0]})
-    pyarrow.parquet.write_table(floats, path)
-    assert make(path, bert).labels == ("0", "2")
     with pytest.raises(DataError, match=r"row 4: column 'label' has no label"):
         make(write_table(path, [2, 0, 2, -1], names), bert)
-    with pytest.raises(DataError, match=r"row 4: column 'label' must contain .* 3\."):
-        make(write_table(path, [2, 0, 2, 3], names), bert)
 
 
-def test_each_class_is_on_both_sides_of_a_split_and_rare_classes_are_reported(tmp_path, bert):
+def test_each_class_is_on_both_sides_of_a_split(tmp_path, bert):
     labels = ["ham"] * 18 + ["spam"] * 2 + ["once"]
     rows = [("text", "label"), *((f"film {i}", label) for i, label in enumerate(labels))]
     path = write(tmp_path / "a.csv", as_csv(rows))
@@ -143,7 +127,6 @@ def test_each_class_is_on_both_sides_of_a_split_and_rare_classes_are_reported(tm
         sides = [task.train, task.validation]
         counts = [np.bincount([s[i]["label"] for i in range(len(s))]).tolist() for s in sides]
         assert counts == [[15, 1, 1], [3, 0, 1]]
-    assert task.overview[0].endswith("'once' 1 (4.8%), 'spam' 2 (9.5%), 'ham' 18 (85.7%)")
 
 
 NAMED, DIGITS, GENERIC = ("UNKIND", "so", "Kind"), ["2", "0", "2", "0"], ("LABEL_0", "LABEL_1")
@@ -155,13 +138,10 @@ MANY = tuple(f"LABEL_{i}" for i in range(11))
     [
         (LABELS, None, NAMED, NAMED),
         (LABELS, None, ("unkind", "good"), ("kind", "unkind")),
-        (LABELS, None, (), ("kind", "unkind")),
         (LABELS, None, GENERIC, ("kind", "unkind")),
         (LABELS, ["unkind", "kind"], NAMED, NAMED),
         (LABELS, ["unkind", "kind", "bad"], NAMED, ("unkind", "kind", "bad")),
-        (LABELS, ["unkind", "kind"], GENERIC, ("unkind", "kind")),
         (DIGITS, None, MANY[:3], ("0", "1", "2")),
-        (DIGITS, None, MANY[:2], ("0", "2")),
         (DIGITS, None, NAMED, ("0", "2")),
         (["LABEL_2", "LABEL_10", "LABEL_2", "LABEL_10"], None, MANY, MANY),
     ],
@@ -179,58 +159,27 @@ def test_labels_are_put_to_the_heads_classes_if_it_has_all_of_them(
     assert task.labels == classes
     folded = [name.lower() for name in classes]
     assert classes_of(task) == sorted(folded.index(label.lower()) for label in labels)
-    order = "classes by index: " + ", ".join(f"{i} {name!r}" for i, name in enumerate(classes))
-    assert task.overview[1].removesuffix(f". {CORRECT}") == order
-    assert task.overview[1].endswith(CORRECT) == (known == GENERIC)
-
-
-CORRECT = "If the model's LABEL_0 is another, correct `id2label` in its config.json"
-
-
-@pytest.mark.parametrize(
-    ("value", "cell", "name"),
-    [(True, "True", "true"), (False, "FALSE ", "false"), (1, "1.0", "1"), (-1.0, "-1", "-1")],
-)
-def test_a_label_is_the_same_class_in_json_and_csv(tmp_path, bert, value, cell, name):
-    write(tmp_path / "train.jsonl", json_lines([("text", "label"), ("a", value), ("b", "so")]))
-    write(tmp_path / "dev.csv", as_csv([("text", "label"), ("a", cell)]))
-    task = make(tmp_path, bert)
-    assert sorted(task.labels) == sorted((name, "so"))
-    assert task.labels[task.validation[0]["label"]] == name
 
 
 def test_the_heads_class_names_come_from_the_folder(tmp_path):
     folder = write_model(tmp_path / "given", "bert")
-    data = write(tmp_path / "a.csv", as_csv([("a", "b"), *zip(TEXTS, LABELS, strict=True)]))
+    rows = zip(TEXTS, ["yes", "No"] * 2, strict=True)
+    data = write(tmp_path / "a.csv", as_csv([("a", "b"), *rows]))
     settings = {"task": "classification", "model": str(folder), "data": str(data)}
     settings |= {"text_column": "a", "label_column": "b", "sequence_length": 20}
-    sources = read(**settings)
-    assert (len(sources.task.train), sources.task.labels) == (2, ("kind", "unkind"))
-    assert sources.settings.metric == "accuracy"
+    assert read(**settings).task.labels == ("no", "perhaps", "yes")
     assert read(**settings, best="macro_f1").settings.metric == "macro_f1"
     with pytest.raises(SettingsError, match="a metric of classification: accuracy, macro_f1, "):
         read(**settings, best="f1")
-    data.write_text(as_csv([("a", "b"), *zip(TEXTS, ["yes", "No"] * 2, strict=True)]))
-    assert read(**settings).task.labels == ("no", "perhaps", "yes")
 
 
-def test_long_texts_are_accepted_and_scores_equal_their_formulas(tmp_path, bert):
-    before = csv.field_size_limit()
-    rows = [("text", "label"), ("good " * 40_000, "a"), ("bad", "b")]
-    task = make(write(tmp_path / "a.csv", as_csv(rows)), bert)
-    sides = [task.train, task.validation]
-    assert sorted(int(side.lengths[0]) for side in sides) == [1 + 2, 20]
-    assert csv.field_size_limit() == before
+def test_scores_equal_their_formulas():
     predictions, labels = np.array([0, 0, 1, 1, 2, 0]), np.array([0, 0, 0, 1, 2, 2])
     # The mean F1: twice a class's hits, divided by predictions plus labels.
     expected = {"accuracy": 4 / 6, "macro_f1": (4 / 6 + 2 / 3 + 2 / 3) / 3, "matthews": 11 / 22}
-    scores = classification.score(predictions, labels)
-    assert scores == pytest.approx(expected)
-    zeros = np.zeros(6, np.int32)
-    scores = classification.score(zeros, labels)
+    assert classification.score(predictions, labels) == pytest.approx(expected)
+    scores = classification.score(np.zeros(6, np.int32), labels)
     assert scores == pytest.approx({"accuracy": 0.5, "macro_f1": 2 / 9, "matthews": 0})
-    pair = np.array([1, 1, 1, 0, 0, 0]), np.array([1, 1, 0, 1, 0, 0])
-    assert classification.score(*pair)["matthews"] == pytest.approx(np.corrcoef(*pair)[0, 1])
 
 
 def test_rows_without_text_are_left_out_and_named(tmp_path, bert):

@@ -6,10 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from train.cli.settings import Settings
 from train.model import cross_entropy, vocabulary
-from train.model.decoder import parts_that_stream
-from train.run import models
 
 WIDTH = 16
 
@@ -56,33 +53,6 @@ def test_losses_and_gradients_equal_those_from_all_logits(
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_allclose(np.float32(x), np.float32(y), atol=tolerance * np.abs(y).max())
-
-
-def test_rows_of_a_split_table_and_their_gradients_equal_those_of_the_whole():
-    rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.normal(size=(50, WIDTH)), jnp.float32)
-    tokens = jnp.asarray(rng.integers(0, 50, (2, 7)))
-
-    def of_parts(table):
-        rows = vocabulary.embedded(jnp.stack(jnp.split(table, 2)), tokens, jnp.float32)
-        return (rows**2).sum(), rows
-
-    def of_all(table):
-        return (table[tokens] ** 2).sum(), table[tokens]
-
-    results = (jax.grad(f, has_aux=True)(table) for f in (of_parts, of_all))
-    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
-
-
-def test_a_vocabulary_is_split_only_into_equal_parts_of_moderate_number_and_size():
-    sizes = 151_936, 50_257, 8_192, 2 * 75_821, 32_003
-    assert [vocabulary.parts_of(words) for words in sizes] == [16, 1, 1, 1, 1]
-    assert vocabulary.parts_of(128_259) == 9
-    config = models.config_of(None, Settings())._replace(vocabulary=32_000)
-    streams = [parts_that_stream(config, x) for x in ("gradients", "none")]
-    assert streams == [16, 1]
-    assert parts_that_stream(config._replace(tied=True), "gradients") == 1
 
 
 @pytest.mark.parametrize(

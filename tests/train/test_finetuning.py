@@ -1,7 +1,6 @@
 """Fine-tuning with the real command, on tiny models, also with a program per layer."""
 
 import json
-import os
 import re
 import weakref
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tests.hf_models import write_model
 from tests.train import scripts
@@ -96,48 +95,6 @@ def test_an_interrupted_epoch_is_bit_identical_after_it_resumes(tmp_path, capsys
     assert (whole / "model" / "tokenizer.json").is_file()
 
 
-@pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
-    folder = write_model(tmp_path / "origin", "bert")
-    for changed, expected in (
-        ({"model": None}, "`model`: must be a path for classification"),
-        ({"task": "language"}, "the task language needs a decoder, such as a Llama or Qwen"),
-        ({"sequence_length": 600}, "`sequence_length`: 600 exceeds the 20 positions of the model"),
-        ({"steps": 0, "run": "a"}, f"pass --model {tmp_path / 'a' / 'model'}; otherwise"),
-    ):
-        settings = {"model": str(folder), "steps": 2} | glue(tmp_path) | changed
-        settings = {name: value for name, value in settings.items() if value is not None}
-        assert finetune.main([write_config(tmp_path, **settings)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert expected in error
-
-
-def test_a_head_is_kept_if_its_labels_match_the_tasks(tmp_path):
-    folder = write_model(tmp_path / "origin", "bert")
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {"classifier.weight": np.ones((2, 16), np.float32)}
-    tensors |= {"classifier.bias": np.ones(2, np.float32)}
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    settings = {"model": str(folder), "dtype": "float32"} | glue(tmp_path)
-    for names, kept in (
-        (["1", "0"], True),
-        (["LABEL_0", "LABEL_1"], True),
-        (["negative", "positive"], False),
-    ):
-        config["id2label"] = dict(enumerate(names))
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        model, *_ = setup.make_model(scripts.read(**settings))
-        assert bool(np.all(model.params["classifier"]["kernel"] == 1)) == kept
-        assert bool(model.drawn) != kept
-
-
-def modified(folder):
-    """Returns all paths under a folder, with modification times."""
-    return {path: os.stat(path).st_mtime_ns for path in folder.rglob("*")}
-
-
 METRICS = ("loss", "accuracy", "macro_f1")
 CSV = "mood,review\n" + "kind,a fine film\nunkind,so bad\nso,it is a film\n" * 8
 
@@ -161,23 +118,14 @@ def test_an_evaluation_before_and_after_a_run_gives_the_runs_metrics(tmp_path, c
         assert finetune.main([*options, "--steps", "0"]) == 0
         return capsys.readouterr().out
 
-    before = modified(tmp_path)
     untrained = evaluated(config)
-    assert modified(tmp_path) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"a.csv", "origin", "job.toml"}
     assert "on 3 validation examples" in untrained
-    assert "an example; the model is trained on the text in ⟦⟧" in untrained
-    heads = "has the 3 classes no, perhaps, yes, and the data has the 3 classes kind, so, unkind"
     assert "newly initialized: classifier/bias, classifier/kernel, because the head" in untrained
-    assert heads in untrained
 
     assert finetune.main([config, "--steps", "2", "--run", run.name]) == 0
-    use = f'Try it: python -m train.generate --model {run / "model"} "A text"'
-    trained = capsys.readouterr().out
-    assert trained.splitlines()[-1] == use
-    assert trained.count("0 'kind', 1 'so', 2 'unkind'") == 2  # at the start and in the summary
+    assert "Try it: python -m train.generate --model" in capsys.readouterr().out
     assert scripts.summary(run)["classes"] == ["kind", "so", "unkind"]
-    assert finetune.main([str(run / "settings.toml"), "--steps", "0"]) == 2
-    assert "pass --run None" in capsys.readouterr().err
     trained = evaluated(str(run / "settings.toml"), "--model", str(run / "model"))
     rows = {(int(step), name): float(x) for step, name, x in validations(run)}
     for step, text in ((0, untrained), (2, trained)):
@@ -197,20 +145,6 @@ def test_an_evaluation_before_and_after_a_run_gives_the_runs_metrics(tmp_path, c
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert list(config["id2label"].values()) == ["kind", "so", "unkind"]
     assert load_file(tmp_path / "out" / "model.safetensors")["classifier.bias"].shape == (3,)
-
-
-@pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_non_finite_results_raise_an_error(tmp_path, capsys):
-    origin = write_model(tmp_path / "origin", "bert")
-    tensors = load_file(origin / "model.safetensors")
-    tensors["classifier.bias"] = np.full(3, np.nan, np.float32)
-    tensors["classifier.weight"] = np.zeros((3, 16), np.float32)
-    save_file(tensors, origin / "model.safetensors")
-    (tmp_path / "a.csv").write_text("text,label\na,no\nb,perhaps\nc,yes\n")
-    settings = {"task": "classification", "data": str(tmp_path / "a.csv")}
-    config = write_config(tmp_path, model=str(origin), sequence_length=8, steps=0, **settings)
-    assert finetune.main([config]) == 2
-    assert "the validation loss is nan" in capsys.readouterr().err
 
 
 BY_LAYER = {"optimizer": "adamw", "stream": "weights", "scan_layers": False}

@@ -12,8 +12,7 @@ from flax import nnx
 
 from tests.compilations import times_compiled
 from tests.hf_models import FIXTURES, assert_close, change_config, load, write_model
-from train import Failure, generate
-from train.cli.settings import DataSettings, task_name
+from train import generate
 from train.huggingface.tokenizer import read_tokenizer
 from train.model.sampling import Sampling, continue_tokens, narrow
 
@@ -50,7 +49,6 @@ PROBABILITIES = [0.05, 0.4, 0.1, 0.3, 0.15]
 def test_unlikely_tokens_are_not_sampled():
     for sampling, kept in (
         (Sampling(1.0, top_k=2), [1, 3]),
-        (Sampling(1.0, top_k=99), [0, 1, 2, 3, 4]),
         (Sampling(1.0, top_p=0.4), [1]),
         (Sampling(1.0, top_p=0.41), [1, 3]),
         # Of the remaining two, 0.4 becomes 0.57.
@@ -61,17 +59,6 @@ def test_unlikely_tokens_are_not_sampled():
         expected = np.array(PROBABILITIES)[kept]
         shares = np.asarray(jax.nn.softmax(logits))[kept]
         np.testing.assert_allclose(shares, expected / expected.sum(), rtol=1e-5)
-
-
-def test_non_finite_logits_raise_an_error():
-    _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
-    params["head"]["kernel"] = params["head"]["kernel"].at[0, 0].set(jnp.nan)
-    with pytest.raises(Failure, match="some logits are not finite"):
-        list(
-            continue_tokens(
-                graphdef, params, [1], most=1, sampling=Sampling(1.0, top_k=3, top_p=0.5)
-            )
-        )
 
 
 def run(capsys, *arguments):
@@ -101,21 +88,6 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
     assert run(capsys, *sampled, "--temperature", 1e-4)[1] == out
 
 
-def test_a_runs_training_format_determines_the_prompt_format(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")  # for any path
-    config = json.loads((copy / "config.json").read_text())
-    tokenizer = read_tokenizer(copy, vocabulary=1000)
-    for task, form, description in (
-        ("alpaca", "auto", "in Alpaca's template, as in training (alpaca)"),
-        ("alpaca", "text", "as it is"),
-        ("language", "auto", "as it is"),
-        (None, "auto", "as it is; --format chat puts it into the chat template"),
-    ):
-        (copy / "config.json").write_text(json.dumps(config | {"zenflow_task": task}))
-        options = generate.Options(prompt="Add.", model=str(copy), format=form)
-        assert generate.read_prompt(options, tokenizer).description == description
-
-
 def test_a_continuation_ends_at_an_end_token_or_at_the_last_position(folder, tmp_path, capsys):
     copy = shutil.copytree(folder, tmp_path / "copy")
     tokenizer = read_tokenizer(copy, vocabulary=1000)
@@ -127,14 +99,10 @@ def test_a_continuation_ends_at_an_end_token_or_at_the_last_position(folder, tmp
     assert "2 tokens" in err.splitlines()[1]
 
     (copy / "generation_config.json").unlink()
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10}))
+    change_config(copy, max_position_embeddings=10)
     code, _, err = run(capsys, "--model", copy, "cats", "--max-tokens", 9, "--dtype", "float32")
     assert code == 0
     assert "cut off where the model's 10 positions end" in err
-    code, out, err = run(capsys, "--model", copy, "the cat is on the mat", "--max-tokens", 1)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: `prompt`: must have 1 to 9")
 
 
 def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys, monkeypatch):
@@ -158,6 +126,3 @@ def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys,
     assert [name for name, _ in lines] == [name for name, _ in expected]
     assert [float(x) for _, x in lines] == pytest.approx([x for _, x in expected], abs=2e-4)
     assert run(capsys, "--model", folder, texts[0])[1] == out.splitlines(keepends=True)[0]
-    pairs = task_name(DataSettings(task="classification", second_text_column="b"))
-    change_config(folder, zenflow_task=pairs)
-    assert f"trained on pairs of texts ({pairs})" in run(capsys, "--model", folder, "a cat")[2]

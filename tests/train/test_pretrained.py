@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file
 
 from elves import atomic
@@ -26,14 +27,14 @@ from tests.hf_models import (
     expected_of,
     load,
     make,
-    names,
     outputs,
+    write_model,
 )
 from train.huggingface import saving
 from train.huggingface.loading import ModelError, load_weights, newly_drawn, read_folder
 from train.huggingface.saving import dtype_of, save_folder
-from train.huggingface.tensors import transpose
 from train.model.decoder import LinearRope, Llama3Rope
+from train.plan.planning import folder_of_config
 
 
 @pytest.mark.parametrize(
@@ -46,22 +47,9 @@ def test_outputs_equal_those_of_transformers(name, scan_layers):
     assert_close(logits, expected_of(name))
 
 
-@pytest.mark.parametrize(("name", "scan_layers"), [("qwen3", True), ("bert", False)])
-def test_low_precision_is_used_and_not_promoted(name, scan_layers):
-    graphdef, shapes = make(
-        read_folder(FIXTURES / name), weight_dtype=jnp.bfloat16, scan_layers=scan_layers
-    )
-    for leaf, x in zip(names(shapes), jax.tree.leaves(shapes), strict=True):
-        assert x.dtype == (jnp.float32 if "norm/" in leaf else jnp.bfloat16), leaf
-    with jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
-        logits = jax.eval_shape(lambda p: outputs(name, graphdef, p), shapes)
-    assert logits.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("saved", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
-def test_weights_are_rounded_once_to_the_requested_dtype(tmp_path, saved):
+def test_weights_are_rounded_once_to_the_requested_dtype(tmp_path):
     folder = copied("llama2", tmp_path)
-    change_tensors(folder, lambda ts: {name: t.astype(saved) for name, t in ts.items()})
+    change_tensors(folder, lambda ts: {name: t.astype(np.float16) for name, t in ts.items()})
     weights = load_file(folder / "model.safetensors")
     for dtype in (jnp.float32, jnp.bfloat16):
         _, _, params = load(folder, weight_dtype=dtype, scan_layers=True)
@@ -73,21 +61,9 @@ def test_weights_are_rounded_once_to_the_requested_dtype(tmp_path, saved):
         assert params["norm"]["scale"].dtype == jnp.float32
 
 
-def test_transpose_equals_numpys():
-    for shape in ((64, 256), (300, 65), (7, 130)):
-        for dtype in (np.float32, ml_dtypes.bfloat16):
-            x = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
-            out = np.zeros(shape[::-1], dtype)
-            transpose(x, out)
-            np.testing.assert_array_equal(out, x.T)
-
-
-def test_heads_missing_from_the_folder_or_meant_for_other_labels_are_initialized(tmp_path):
+def test_heads_missing_from_the_folder_or_meant_for_other_labels_are_initialized():
     pretrained = read_folder(FIXTURES / "bert_masked")
     assert pretrained.labels is None
-    token_classifier = copied("bert", tmp_path)
-    change_config(token_classifier, architectures=["BertForTokenClassification"])
-    assert read_folder(token_classifier).labels is None
     _, shapes = make(pretrained, labels=3)
     heads = ("classifier/bias", "classifier/kernel", "pooler/bias", "pooler/kernel")
     assert newly_drawn(pretrained, shapes) == heads
@@ -95,8 +71,6 @@ def test_heads_missing_from_the_folder_or_meant_for_other_labels_are_initialized
     assert_same_bits(params, again)
     kernel = params["classifier"]["kernel"]
     assert not np.array_equal(kernel, redrawn["classifier"]["kernel"])
-    assert 0.01 < np.std(kernel) < 0.03
-    assert not np.any(params["pooler"]["bias"])
 
     # For other labels, a new head is initialized.
     pretrained, _, kept = load(FIXTURES / "bert")
@@ -123,10 +97,6 @@ def test_configs_from_before_transformers_5_mean_the_same(tmp_path, name, scalin
     change_config(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling=scaling)
     assert read_folder(folder).config == new._replace(rope_base=5000.0)
     assert new.rope_scaling == rope
-    # In addition to what transformers 5 writes, as model cards suggest for longer contexts.
-    default = {"rope_type": "default", "rope_theta": 5000.0}
-    change_config(folder, rope_parameters=default)
-    assert read_folder(folder).config == new._replace(rope_base=5000.0)
 
 
 def test_qwens_windows_apply_to_its_listed_layers(tmp_path):
@@ -135,39 +105,6 @@ def test_qwens_windows_apply_to_its_listed_layers(tmp_path):
         changes = {"use_sliding_window": uses, "sliding_window": 5, "max_window_layers": first}
         change_config(folder, layer_types=None, **changes)
         assert read_folder(folder).config.window == window
-
-
-def old_names(tensors):
-    def old(name):
-        if "LayerNorm" not in name:
-            return name
-        return name.replace(".weight", ".gamma").replace(".bias", ".beta")
-
-    return {old(name): t for name, t in tensors.items()}
-
-
-def without_prefix(tensors):
-    return {name.removeprefix("bert."): t for name, t in tensors.items()}
-
-
-def with_tensors(*names):
-    return lambda tensors: tensors | {name: np.ones(2, np.float32) for name in names}
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("bert", without_prefix),
-        ("bert", old_names),
-        ("bert", with_tensors("bert.embeddings.position_ids", "cls.predictions.bias")),
-        ("llama2", with_tensors("model.layers.0.self_attn.rotary_emb.inv_freq")),
-        ("qwen2", lambda ts: ts | {"lm_head.weight": ts["model.embed_tokens.weight"]}),
-    ],
-)
-def test_renamed_and_unneeded_tensors_give_the_same_weights(tmp_path, name, change):
-    folder = copied(name, tmp_path)
-    change_tensors(folder, change)
-    assert_same_bits(load(folder)[2], load(FIXTURES / name)[2])
 
 
 def test_a_head_that_differs_from_the_embedding_is_kept_although_the_config_ties_them(tmp_path):
@@ -193,13 +130,6 @@ def test_saved_weights_load_bit_exactly(tmp_path, name):
         assert again.config == pretrained.config
         assert again.raw["dtype"] == dtype_of(pretrained).name
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
-
-
-def test_a_split_vocabulary_is_saved_as_one_matrix(tmp_path):
-    pretrained, _, params = load(FIXTURES / "qwen3", scan_layers=True, parts=2)
-    assert params["head"]["kernel"].shape == (2, 16, 31)
-    save_folder(tmp_path / "saved", pretrained, params)
-    assert_same_bits(load(tmp_path / "saved")[2], load(FIXTURES / "qwen3")[2])
 
 
 def test_each_tensor_is_saved_in_its_original_dtype(tmp_path):
@@ -268,3 +198,19 @@ def test_a_failed_write_changes_nothing_and_a_kill_leaves_the_old_or_the_new_fol
     with pytest.raises(KeyboardInterrupt):
         save_folder(saved, pretrained, zeros)
     assert_same_bits(load(saved)[2], zeros)
+
+
+def test_a_download_contains_no_pickles_and_a_plan_requests_only_the_config(tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "model", "llama2")
+    needed = ["config.json", "model.safetensors", "chat_template.jinja", "merges.txt"]
+    unneeded = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json"]
+    downloads = []
+
+    def download(name, **patterns):
+        assert name == "org/name"
+        downloads.append(list(filter_repo_objects(needed + unneeded, **patterns)))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert read_folder("org/name").folder == folder_of_config("org/name").folder == folder
+    assert downloads == [needed, ["config.json"]]

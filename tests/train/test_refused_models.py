@@ -25,19 +25,13 @@ MIXED_LAYERS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": 
     ("name", "changes", "words"),
     [
         ("llama2", {"model_type": "gpt2"}, "`model_type` llama 'gpt2'"),
-        ("llama2", {"hidden_act": "gelu"}, "`hidden_act` 'silu' 'gelu'"),
         ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
         ("llama2", {"num_key_value_heads": 3}, "`num_key_value_heads` divisor 4"),
-        ("llama2", {"head_dim": 3}, "`head_dim` even"),
         ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_parameters.rope_type`"),
-        ("llama2", {"rope_scaling": {"type": "yarn"}}, "`rope_scaling.type` 'yarn'"),
         ("qwen2", MIXED_LAYERS, "`use_sliding_window` all layers"),
-        ("mistral", {"layer_types": [FULL] * 2}, "`layer_types` `sliding_window`, 5"),
         ("qwen2", {"layer_types": [SLIDING] * 2}, "`layer_types` `sliding_window`, None"),
-        ("bert", {"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
         ("bert", {"intermediate_size": 23}, "output.dense (16, 23) (16, 24)"),
         ("llama2", {"num_hidden_layers": 3}, "lacks layers.2. and 8 more"),
-        ("llama2", {"num_hidden_layers": 1}, "also `model.layers.1. and 8 more"),
         ("qwen2", {"tie_word_embeddings": False}, "`lm_head.weight`"),
     ],
     ids=str,
@@ -75,7 +69,7 @@ def test_tensors_that_do_not_match_the_config_are_rejected(tmp_path, name, chang
 def test_damaged_and_missing_files_are_named(tmp_path):
     assert_rejected(tmp_path / "nothing", tmp_path / "nothing", "or org/name on the Hub")
     folder = copied("llama3", tmp_path)
-    shard, index = folder / "model-00002-of-00002.safetensors", "model.safetensors.index.json"
+    shard = folder / "model-00002-of-00002.safetensors"
     whole = shard.read_bytes()
     for content, kind in ((whole[:-1], ""), (LFS, "a git-lfs pointer. "), (b"", "empty. ")):
         shard.write_bytes(content)
@@ -85,11 +79,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     other = folder / "model-00001-of-00002.safetensors"
     shutil.copyfile(other, shard)
     assert_rejected(folder, folder, "which the model in its config.json needs")
-    (folder / index).write_text('{"weight_map": {"a": 5}}')
-    assert_rejected(folder, folder / index, "`weight_map`")
     shard.unlink()
-    (folder / index).unlink()
+    (folder / "model.safetensors.index.json").unlink()
     other.rename(folder / "pytorch_model.bin")
     assert_rejected(folder, "pytorch_model.bin", "save_pretrained", folder)
-    (folder / "config.json").write_bytes(LFS)
-    assert_rejected(folder, folder / "config.json", "It is a git-lfs pointer. Run `git lfs pull`")

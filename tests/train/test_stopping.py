@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from benchmarks import kill_test
-from benchmarks.kill_test import differences, steps_of
+from benchmarks.kill_test import differences
 from tests.processes import output, start
 from train import finetune
 from train.cli.settings import Settings, SettingsError
-from train.distributed.stopping import Interrupted, StopRequest
+from train.distributed.stopping import StopRequest
 from train.finetune import describe_oom, find_oom
 from train.run.folder import LOCK, run_lock
 
@@ -71,7 +71,6 @@ def test_a_stopped_and_killed_run_is_bit_identical_and_a_finished_run_is_not_cha
     assert re.search(r"resuming from checkpoint \d+ in ", capsys.readouterr().out)
     assert differences(whole, interrupted) == []
     assert_masters(whole)
-    assert_exports(config, whole, tmp_path, capsys)
     assert_not_changed(config, whole, capsys)
 
 
@@ -83,21 +82,12 @@ def assert_masters(run: Path) -> None:
     assert np.any(kernel != np.asarray(kernel, jnp.bfloat16).astype(np.float32))
 
 
-def assert_exports(config: Path, run: Path, folder: Path, capsys) -> None:
-    """Checks that an export names pending updates."""
-    step = str(min(steps_of(run / "checkpoints")))
-    target = str(folder / "exported")
-    assert finetune.main([str(config), "--run", run.name, "--export", step, target]) == 0
-    assert capsys.readouterr().out.endswith("without pending updates\n")
-
-
 def assert_not_changed(config: Path, run: Path, capsys) -> None:
     """Checks that a finished run, or a run with other settings, stays as it is."""
     before = changed_at(run)
     for options, code, expected in (
         ([], 0, f"has completed all {STEPS} steps"),
         (["--topk-ratio", "0.5"], 2, "error: `topk_ratio`: is 0.5, but was 0.25 .*Pass"),
-        (["--steps", "20"], 2, f"error: `steps`: must be at least {STEPS}, .*but is 20"),
     ):
         assert finetune.main([str(config), "--run", run.name, *options]) == code
         assert re.search(expected, "".join(capsys.readouterr()))
@@ -134,34 +124,10 @@ def test_a_signal_ends_a_process_at_once_if_nothing_needs_saving_or_if_it_is_the
     assert output(start("-c", SIGNALS, phase)) == (-signal.SIGTERM, shown)
 
 
-def test_a_signal_interrupts_work_between_two_steps_and_handlers_are_restored():
-    before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as stop:
-        stop.begin()
-        stop.check()
-        assert stop.after(1) is None
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.after(1) == signal.SIGTERM
-        with pytest.raises(Interrupted):
-            stop.check()
-        assert stop.end() == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.parametrize(
-    ("provoke", "expected"),
-    [
-        (lambda: np.ones((10**7, 10**7)), r"8 x 128 tokens .* TiB .*--batch-size below 8"),
-        (
-            lambda: jax.jit(lambda: jnp.zeros((10**7, 10**7)))(),
-            r"zenflow: .* 400000000000\d+ bytes.*more --micro-batches",
-        ),
-    ],
-    ids=["host", "device"],
-)
-def test_an_out_of_memory_error_gives_one_message_with_the_requested_size(provoke, expected):
-    with pytest.raises((MemoryError, jax.errors.JaxRuntimeError)) as raised:
-        provoke()
+def test_an_out_of_memory_error_gives_one_message_with_the_requested_size():
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        jax.jit(lambda: jnp.zeros((10**7, 10**7)))()
     assert find_oom(raised.value) is raised.value
+    expected = r"zenflow: .* 400000000000\d+ bytes.*more --micro-batches"
     assert re.search(expected, describe_oom(raised.value, Settings()))
     assert find_oom(RuntimeError("RESOURCE_EXHAUSTED")) is None

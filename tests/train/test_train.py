@@ -56,20 +56,6 @@ def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_pat
     assert texts == [b"\0abcd", b"de\0fg"]
 
 
-@pytest.mark.slow
-def test_all_optimizers_start_from_the_same_weights():
-    windows = jax.random.randint(jax.random.key(1), (3, 9), 0, 256)
-    rounded, master = small_model(), small_model(optimizer="adamw")
-    for low, high in zip(
-        jax.tree.leaves(nnx.state(rounded)), jax.tree.leaves(nnx.state(master)), strict=True
-    ):
-        assert (low.dtype, high.dtype) == ([jnp.float32, jnp.bfloat16][low.ndim == 2], jnp.float32)
-        np.testing.assert_array_equal(low, high.astype(low.dtype))
-    # Both multiply the same bfloat16 numbers, so results are equal, not only close.
-    logits = (jax.jit(lambda x, model=model: model(x))(windows) for model in (rounded, master))
-    np.testing.assert_array_equal(*logits)
-
-
 def test_weight_decay_excludes_norms_and_offload_selects_no_channel():
     params = nnx.as_pure(nnx.state(small_model(), nnx.Param))
     assert jax.tree.leaves(decayed(params)) == [x.ndim == 2 for x in jax.tree.leaves(params)]
@@ -101,11 +87,7 @@ def test_zenflow_trains_and_writes_its_record(tmp_path, capsys):
     # seventh window, with step 13, stays open.
     assert [int(row["step"]) for row in metrics] == [1, 4, 8, 12, 13]
     assert [figures[name] for name in SCHEDULE] == [13, 25 / 13, 2, None]
-    # Progress, and the remaining time.
-    assert re.search(r"compiling the training step\nstep  1/13  compiled, \d+\.\d s\n", shown)
     assert re.search(r"step  4/13 .* \d:\d\d:\d\d left\n", shown)
-    assert f"validation after {TINY['steps']} steps: loss" in shown
-    assert "bytes moved per parameter and step" in shown
 
 
 @pytest.mark.slow
@@ -147,22 +129,14 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
     assert figures["best_step"] == 6
     assert [figures[name] for name in SCHEDULE] == [None] * 4  # adamw has none
     assert "model.safetensors contains the weights of step 6, the best" in output
-    # Lines of steps and validations are in order.
-    numbers = [int(x) for x in re.findall(r"(?m)^(?:step +|validation after )(\d+)", output)]
-    assert numbers == sorted(numbers)
     assert_weights_of_checkpoint(folder, 6, folder)
 
     # An export writes any checkpoint's weights.
     for name, step in (("best", 6), ("12", 12)):
         assert finetune.main([*command, "--export", name, str(tmp_path / name)]) == 0
         assert_weights_of_checkpoint(folder, step, tmp_path / name)
-    for name, target, options, expected in (
-        ("7", "new", [], r"`--export`: 7 is not a checkpoint .* 6, 12, 13 \(val"),
-        ("best", "best", [], "is neither new nor empty"),
-        ("best", "new", ["--width", "32"], "`width`: is 32, but was 16 .*Pass --width 16, or"),
-    ):
-        assert finetune.main([*command, "--export", name, str(tmp_path / target), *options]) == 2
-        assert re.search(expected, capsys.readouterr().err)
+    assert finetune.main([*command, "--export", "7", str(tmp_path / "new")]) == 2
+    assert re.search(r"7 is not a checkpoint .* 6, 12, 13 \(val", capsys.readouterr().err)
     assert {path.read_text() for path in precious} == {"precious"}
     assert not list(tmp_path.rglob(".*"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from tests.processes import output, reserved_port, start
 from tests.train import scripts
@@ -44,6 +44,7 @@ def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
         (lambda: mesh("data=0"), "^`mesh`: needs `axis=size` pairs.*but has 'data=0'"),
         (lambda: mesh("tensr=1"), "needs only the axes data, fsdp, tensor, but has `tensr`"),
         (lambda: mesh("data=64,fsdp=3"), r"needs .* of devices, here \d+ .* the product 192"),
+        (lambda: sharding.batch_sharding(abstract_mesh(data=6), 8), "be a multiple of 6.* is 8"),
         (lambda: shardings_of("a/up/kernel", 4, 4), "`fsdp` that divides .*but has fsdp=3"),
         (lambda: shardings_of("bias", 4), r"`bias`.* needs a rule in .*, but has none"),
         (lambda: Launch(processes=2), "--processes is not enough. Pass .* together"),
@@ -51,15 +52,6 @@ def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
     ):
         with pytest.raises(SettingsError, match=words):
             call()
-
-
-def test_the_batch_is_split_over_data_and_fsdp():
-    both = abstract_mesh(data=2, fsdp=2, tensor=2)
-    assert sharding.batch_sharding(both, 4).spec == PartitionSpec(("data", "fsdp"))
-    assert sharding.batch_sharding(abstract_mesh(tensor=8), 4).spec == PartitionSpec(())
-    expected = "`batch_size`: must be a multiple of 6, .*data and fsdp, but is 8.*--batch-size 12"
-    with pytest.raises(SettingsError, match=expected):
-        sharding.batch_sharding(abstract_mesh(data=2, fsdp=3, tensor=2), 8)
 
 
 SLURM_STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
@@ -81,7 +73,6 @@ EIGHT_TASKS = SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "8"}
 FLAGS = {"cluster_detection_method": "deactivate"}
 LAUNCHES = (
     # A single process, also under SLURM and mpirun.
-    (ALONE, {}, None, None),
     (ALONE, {"SLURM_STEP_NUM_TASKS": "1"}, None, None),
     (ALONE, MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None, None),
     # One per node, one per GPU, and srun with MPICH's variables.
@@ -107,13 +98,12 @@ def test_processes_come_from_the_flags_or_else_from_slurm(monkeypatch):
 
 
 def test_mpirun_without_the_flags_is_rejected_with_a_command_that_works(monkeypatch):
-    # Inside an allocation, the environment also has the variables of SLURM's daemons.
-    for slurm in ({}, SLURM_STEP | {"SLURM_PROCID": "0"}):
-        for mpi, prefix in ((MPIRUN, "OMPI_COMM_WORLD"), (MPICH, "PMI")):
-            set_launcher(monkeypatch, slurm | mpi)
-            line = rf"mpirun .* --processes \${prefix}_SIZE --process \${prefix}_RANK'"
-            with pytest.raises(SettingsError, match=line):
-                processes.join(ALONE)
+    for mpi, prefix in ((MPIRUN, "OMPI_COMM_WORLD"), (MPICH, "PMI")):
+        # Inside an allocation, the environment also has the variables of SLURM's daemons.
+        set_launcher(monkeypatch, SLURM_STEP | {"SLURM_PROCID": "0"} | mpi)
+        line = rf"mpirun .* --processes \${prefix}_SIZE --process \${prefix}_RANK'"
+        with pytest.raises(SettingsError, match=line):
+            processes.join(ALONE)
 
 
 def losses(run: Path) -> list[float]:
