@@ -171,9 +171,3 @@ def test_a_job_that_reaches_its_time_limit_resumes_and_is_bit_identical(slurm, t
     wait_for(lambda: straight.is_in("COMPLETED"), 240)
     assert "stopped" not in straight.output()
     assert kill_test.differences(straight.run, job.run) == []
-
-
-def test_a_job_that_fails_is_not_requeued(slurm, tmp_path):
-    job = Job(slurm, tmp_path, "--time=10", steps=-1)
-    wait_for(lambda: job.is_in("FAILED"), 60)
-    assert job.output().count("`steps`: must be a finite number") == 2

@@ -1,13 +1,10 @@
 """`benchmarks/on_gpu.py`: functions run on a CPU, and the report keeps all results."""
 
-import jax
 import numpy as np
 import pytest
 
 from benchmarks import on_gpu
 from benchmarks.gpu_figures import differences
-from benchmarks.step_time_model import MODELS, make_model
-from benchmarks.step_time_peers import PEERS, abstract_call
 
 STREAMED = "zenflow-s4-r0.05-streamed"
 
@@ -34,23 +31,6 @@ def test_different_weights_and_losses_are_noticed():
     assert differences(([2.0, 1.1], half), expected, start) == pytest.approx((0.1, 0.5))
     nan = [2.0, np.nan], [np.full(4, np.nan)]
     assert np.isnan(differences(nan, expected, start)).all()
-
-
-@pytest.mark.parametrize("name", ["parked", STREAMED])
-def test_each_peers_step_can_be_lowered_for_cuda(name, monkeypatch):
-    monkeypatch.setattr("zenflow_jax._device.gpu_faults._DISABLED", True)  # for jax < 0.11.1
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    put, park = (
-        lambda x, where=where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-        for where in (device, device.with_memory_kind("pinned_host"))
-    )
-    preset = MODELS["1b"]
-    with jax.numpy_dtype_promotion("standard"):  # as for users
-        model = make_model(preset.config._replace(layers=1), scan_layers=True, remat=True)
-        step, arguments = abstract_call(PEERS[name], model, preset.batch, preset.length, put, park)
-        text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    # Gradients that leave during the step, and parked state, go to host memory.
-    assert "annotate_device_placement" in text
 
 
 def test_a_failing_part_loses_only_its_own_unfinished_results(tmp_path, monkeypatch):
