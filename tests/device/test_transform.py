@@ -3,12 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import zenflow_jax
-from tests.comparisons import assert_same_bits
 from tests.compilations import times_compiled
 from tests.device.small_runs import (
     apply,
@@ -18,8 +15,6 @@ from tests.device.small_runs import (
     gradients_at,
     make,
 )
-
-RTOL = 1e-6  # a few float32 roundings
 
 
 def test_all_kinds_of_init_agree():
@@ -38,10 +33,6 @@ def test_all_kinds_of_init_agree():
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(shaped))
         assert jax.tree.map(lambda x: (x.shape, x.dtype), shaped) == shapes
 
-    numpy_state = tx.init(jax.tree.map(np.asarray, params))
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(numpy_state))
-    assert jax.tree.structure(numpy_state) == jax.tree.structure(state)
-
 
 def test_the_state_is_a_plain_pytree_without_callables():
     def state():
@@ -59,47 +50,23 @@ def test_the_state_is_a_plain_pytree_without_callables():
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state()))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_orbax_restores_a_part_of_a_checkpoint_that_contains_the_state(tmp_path, dtype):
-    params = example_params(dtype)
-    state = make().init(params)
-    tree = {"params": params, "state": (state, optax.EmptyState()), "more": jnp.ones(3)}
-    part = {"state": tree["state"]}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "saved", tree)
-        args = ocp.args.PyTreeRestore(
-            part,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(part),
-            partial_restore=True,
-        )
-        restored = checkpointer.restore(tmp_path / "saved", args=args)
-    assert_same_bits(restored, part)
-
-
 ADAPTIVE = {"update_interval": zenflow_jax.AutoWindow(), "window_scaling": None}
 
 
 FLOAT64 = dict.fromkeys(["learning_rate", "eps", "weight_decay"], np.float64(1e-2))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        ("float32", ADAPTIVE | FLOAT64),
-        ("bfloat16", {"learning_rate": jnp.float32(1e-2), "b2": np.float64(0.99)}),
-    ],
-)
-def test_only_the_numbers_in_the_state_change(dtype, options):
+def test_only_the_numbers_in_the_state_change():
     # One program runs all steps, even with x64.
-    tx = make(**{"max_grad_norm": 1.0, "full_warm_up_rounds": 1, **options})
-    params = example_params(dtype)
+    tx = make(max_grad_norm=1.0, full_warm_up_rounds=1, **ADAPTIVE, **FLOAT64)
+    params = example_params()
     update = jax.jit(tx.update)
     state = tx.init(params)
     expected, treedef = describe(state), jax.tree.structure(state)
     for t in range(1, 5):
-        gradients = gradients_at(t, dtype)
+        gradients = gradients_at(t)
         with (
-            jax.enable_x64(dtype == "float32"),
+            jax.enable_x64(True),
             jax.transfer_guard("allow" if t == 1 else "disallow"),  # constants may move initially
         ):
             updates, state = update(gradients, state, params)
@@ -171,21 +138,3 @@ def test_mail_equals_the_gradient_bit_for_bit_in_the_leafs_dtype(dtype, arrives,
     assert mail.tobytes() == np.asarray(gradients["weight"].astype(mail.dtype)).tobytes()
     norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in gradients.values()))
     np.testing.assert_allclose(state.grad_norm, norm, rtol=1e-6)
-
-
-def test_gradients_are_checked_as_they_arrive_and_squared_in_float32():
-    params = example_params("bfloat16")
-    for options in ({}, {"topk_ratio": 1.0}):
-        tx = make(eps=0.0, max_grad_norm=1e6, **options)
-        update = jax.jit(tx.update)
-        # 300 squared is not a finite float16.
-        for size, dtype in ((1e5, "float32"), (1e-9, "float32"), (300, "float16")):
-            gradients = {name: jnp.full(p.shape, size, dtype) for name, p in params.items()}
-            updates, state = update(gradients, tx.init(params), params)
-            assert int(state.skipped) == 0
-            assert np.asarray(updates["bias"]).all()
-            assert np.asarray(updates["weight"])[:2].all()
-            leaf = state.leaves[1]
-            np.testing.assert_allclose(leaf.mu, 0.1 * size, rtol=RTOL)
-            if leaf.scores is not None:
-                np.testing.assert_allclose(leaf.scores, 3 * size**2, rtol=RTOL)

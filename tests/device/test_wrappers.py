@@ -51,15 +51,6 @@ def test_a_wrapped_transformation_behaves_as_it_does_alone(wrapper):
     comparisons.assert_close([params], [alone()])
 
 
-@pytest.mark.parametrize("params", [{}, (), {"none": None}, {"kept": jnp.ones(3)}], ids=str)
-def test_a_tree_or_a_group_without_leaves_is_accepted(params):
-    tx = optax.masked(make(), jax.tree.map(lambda _: False, params))
-    state = tx.init(params)
-    updates, new = tx.update(params, state, params)
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
-
-
 def test_an_injected_learning_rate_can_change_between_steps_and_stays_float32():
     # optax casts hyperparameters to the parameters' dtype; bfloat16(0.999) is 1.
     factory = optax.inject_hyperparams(

@@ -16,7 +16,6 @@ from train.model import cross_entropy
 from train.run import setup
 from zenflow_jax import layerwise
 from zenflow_jax.layerwise import _transfers
-from zenflow_jax.layerwise._dispatch import _Pass
 
 # In nats, float32; the summation order over devices differs.
 ATOL = 1e-5
@@ -84,38 +83,6 @@ def test_any_optimizer_trains_on_a_mesh_and_resumes_on_another(
             np.testing.assert_allclose(losses, expected, atol=ATOL)
 
 
-def test_a_carry_that_the_loss_does_not_read_has_a_divided_gradient_and_compiles_once(
-    monkeypatch,
-):
-    mesh = auto_mesh(2, 4)
-    params = {"outer": {}, "layers": [jnp.ones((8, 8)) / 8 for _ in range(3)]}
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
-    losses, gradients = _Pass.losses, []
-
-    def noting(run, outer):
-        result = losses(run, outer)
-        gradients.extend(jax.tree.leaves(run.g))
-        return result
-
-    def layer(w, carry, _):
-        new = jnp.tanh(carry["x"] @ w)
-        return {"x": new, "loss": carry["loss"] + jnp.mean(new**2)}
-
-    monkeypatch.setattr(_Pass, "losses", noting)
-    with layerwise.Trainer(
-        params,
-        first=lambda outer, x: ({"x": x, "loss": jnp.zeros(())}, None),
-        layer=layer,
-        last=lambda outer, carry, x: carry["loss"],
-        optimizer=optax.sgd(1e-2),
-    ) as trainer:
-        trainer.step(x)
-        (program,) = trainer._dispatcher._programs.values()
-    assert [g.sharding.shard_shape(g.shape) for g in gradients] == [(), (4, 8)]
-    assert program.blocks[1].backward.cache_info().currsize == 1
-
-
 def losses_of(mesh, *, scanned):
     """Returns the losses of a small model whose weights are sharded over a mesh."""
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
@@ -163,19 +130,6 @@ def test_weights_on_explicit_axes_or_in_scans_train_as_they_do_on_auto_axes():
     # The summation order differs.
     np.testing.assert_allclose(losses[1:], [losses[0]] * 3, rtol=1e-5)
     assert losses[0][2] < losses[0][0]
-
-
-@pytest.mark.usefixtures("as_scripts_run")
-def test_a_batch_on_explicit_axes_may_be_a_carry_whose_value_no_gradient_needs():
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
-    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
-    params = jax.device_put({"outer": {}, "layers": [jnp.ones(8)] * 2}, NamedSharding(mesh, P()))
-    model = {"first": lambda outer, x: (x, None), "layer": lambda w, x, _: x + w}
-    model["last"] = lambda outer, x, _: jnp.mean(x)
-    with jax.set_mesh(mesh):
-        with layerwise.Trainer(params, **model, optimizer=optax.sgd(8.0)) as trainer:
-            losses = [float(trainer.step(x)) for _ in range(2)]
-    assert losses == [3.0, 1.0]
 
 
 def test_layers_that_a_mesh_divides_are_rejected_by_name():

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import zenflow_jax
@@ -123,47 +122,25 @@ def test_a_step_with_a_train_state_exchanges(build, wrap, by_hand):
     assert_same_bits(read(flushed)[0], by_hand[-1])
 
 
-class Model(nnx.Module):
-    def __init__(self, params):
-        self.bias = nnx.Param(params["bias"])
-        self.weight = nnx.Param(params["weight"])
+def test_get_and_put_exchange_trees_at_other_places(by_hand):
+    def step(carry, t):
+        params, opt_state, other = PLAIN(carry[0]["w"], carry[1], t)
+        return ({"w": params}, opt_state), other
 
+    def get(carry, *rest):
+        return carry[0]["w"], carry[1]
 
-class Train(nnx.Module):
-    def __init__(self, model, optimizer):
-        self.model, self.optimizer = model, optimizer
+    def put(params, opt_state, carry, *rest):
+        return ({"w": params}, opt_state), *rest
 
-
-def test_get_and_put_exchange_a_split_nnx_module(by_hand):
-    model = Model(start(TX)[0])
-    graphdef, state = nnx.split(Train(model, nnx.Optimizer(model, TX, wrt=nnx.Param)))
-
-    @jax.jit
-    def step(state, t):
-        both = nnx.merge(graphdef, state)
-        params = {key: getattr(both.model, key)[...] for key in PARAMS}
-        by_name = gradients(params, t)
-        grads = nnx.State({key: nnx.Param(by_name[key]) for key in PARAMS})
-        both.optimizer.update(both.model, grads)
-        return nnx.state(both), t * 2
-
-    def get(state, *rest):
-        both = nnx.merge(graphdef, state)
-        return nnx.as_pure(nnx.state(both.model)), nnx.as_pure(both.optimizer.opt_state)
-
-    def put(params, opt_state, state, *rest):
-        both = nnx.merge(graphdef, state)
-        nnx.update(both.model, params)
-        nnx.update(both.optimizer.opt_state, nnx.state(opt_state))
-        return nnx.state(both), *rest
-
+    params, opt_state = start(TX)
+    carry = {"w": params}, opt_state
     with attach(step, get=get, put=put, engine_options=KERNEL) as attached:
         for t in range(STEPS):
-            state, other = attached(state, t)
+            carry, other = attached(carry, t)
             assert other == t * 2
-        (state,) = attached.flush(state)
-    model = nnx.merge(graphdef, state).model
-    assert_same_bits({key: getattr(model, key)[...] for key in PARAMS}, by_hand[-1])
+        (carry,) = attached.flush(carry)
+    assert_same_bits(carry[0]["w"], by_hand[-1])
 
 
 def test_with_multi_steps_a_flush_can_come_between_two_micro_batches():

@@ -29,10 +29,6 @@ def load(params):
     return params | {"rows": runs.initial(FIRST, 1)["rows"]}
 
 
-def one_layer(params):
-    return params | {"stack": params["stack"].at[1].set(0)}
-
-
 def go(run):
     run.go(3)
 
@@ -51,7 +47,6 @@ def go_and(call):
     ("settings", "change", "end", "words"),
     [
         (SETTINGS, clip, go, r"\['columns'\], \['rows'\], \['stack'\]"),
-        (MOVING, one_layer, go, r"\['stack'\]"),
         # Before they are saved.
         (MOVING, load, go_and(lambda x: x.engine.state()), r"\['rows'\]"),
         (AT_ONCE, load, go_and(Training.flush), r"\['rows'\]"),

@@ -5,7 +5,6 @@
 
 import dataclasses
 import gc
-import re
 import sys
 import weakref
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests import comparisons, runs
 from tests.compilations import compilations, times_compiled
 from tests.device.small_runs import describe
 from tests.runs import BUSY, CALM, FEW, Plan, Settings, Training
-from zenflow_jax._exchange.worker import Worker
 
 
 def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mail_dtype():
@@ -81,38 +79,6 @@ def test_a_state_from_another_step_or_run_is_rejected(state_of):
             exchange_until_noticed(run)
 
 
-def test_an_engine_cannot_continue_after_an_interrupted_exchange(monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with Training(FEW, BUSY) as training:
-        training.go(2)
-        training.step()
-        monkeypatch.setattr(Worker, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            training.exchange()
-        for call in (training.exchange, training.flush):
-            with pytest.raises(RuntimeError, match="was interrupted"):
-                call()
-
-
-def test_flush_accepts_a_copied_state_but_rejects_earlier_states():
-    with Training(FEW, CALM) as run:
-        run.go(7)  # a window has just closed, and its update is in flight
-        before = run.params, run.state
-        run.state = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), run.state)
-        run.flush()
-        run.step()
-        for call, args in (
-            (run.engine.flush, before),
-            (run.engine.exchange, run.program(*before, runs.gradients(FEW, 8))),
-        ):
-            with pytest.raises(RuntimeError, match="lack its updates|the last `flush` returned"):
-                call(*args)
-        run.exchange()
-        run.flush()
-
-
 @pytest.mark.parametrize("donate", [False, True])
 def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implicitly(donate):
     settings = dataclasses.replace(BUSY, max_grad_norm=20.0)
@@ -160,85 +126,17 @@ def test_handed_over_state_does_not_stay_on_the_device():
         assert leaving() is None
 
 
-def test_stats_count_steps_windows_and_bytes():
-    leaf = runs.Leaf("w", (4, 2), -2, "bfloat16")
-    settings = Settings(topk_ratio=0.25, update_interval=2)
-    with Training((leaf,), settings) as training:
-        # Masters, which contain the uploads, and moments; step counts; the channel.
-        kept = 4 * 2 * 3 * 4 + 4 * 4 + 4
-        assert training.engine.stats == zenflow_jax.EngineStats(host_bytes=kept)
-        training.go(5, Plan(5, bad=(4,)))
-        training.settle()
-        stats = training.engine.stats
-        assert training.selected()["w"].tolist() == [0]
-    mail = 4 * 2 * 2 + 8 * 4 + 3 * 4  # the gradient; eight float32 and three int32 scalars
-    row = 3 * 2 * 4 + 4  # one channel's master and moments in float32, and its step count
-    window = 4 * 2 * 2  # the parameter
-    assert dataclasses.replace(stats, seconds={}) == zenflow_jax.EngineStats(
-        steps=5,
-        window_lengths={2: 2},
-        reselections=1,
-        skipped_steps=1,
-        bytes_to_host=5 * mail + row + 4,  # 4 bytes for the channel's number
-        bytes_to_device=2 * window + row,
-        host_bytes=kept,  # mail is not counted here, and short windows need no sums
-        pinned_bytes=4 * 2 * 2,  # the last step's gradient, in an open window
-    )
-    assert stats.windows == 2
-
-
-def test_consecutive_skipped_steps_cause_a_warning_then_an_error_even_across_a_checkpoint(caplog):
-    def go(run, *bad):
-        caplog.clear()
-        for is_bad in bad:
-            run.step(bad=is_bad)
-            run.exchange()
-        run.settle()
-        return [r.getMessage() for r in caplog.records if r.name == "zenflow_jax"]
-
-    with Training(FEW, CALM, max_skipped=31) as run:
-        assert not go(run, True, True, False, True, True)
-        (message,) = go(run, True)
-        assert re.search(
-            "skipped the last 3 steps, up to step 6.*NaN or inf.*`max_skipped`", message
-        )
-        assert not go(run, *[True] * 26)
-        (message,) = go(run, True)
-        assert "the last 30 steps, up to step 33" in message
+def test_too_many_consecutive_skipped_steps_cause_an_error_even_across_a_checkpoint():
+    with Training(FEW, CALM, max_skipped=4) as run:
+        run.go(8, Plan(8, bad=(1, 2, 3, 5, 6, 7, 8)))
         run.renew(engine_state=run.engine.state())
-        assert (run.engine.stats.skipped_steps, run.engine.stats.skipped_in_a_row) == (32, 30)
+        assert (run.engine.stats.skipped_steps, run.engine.stats.skipped_in_a_row) == (7, 4)
         run.step(bad=True)
         run.exchange()
-        words = r"last 31 steps, up to step 34.*`max_skipped` is 31.*Look for NaN"
+        words = r"last 5 steps, up to step 9.*`max_skipped` is 4.*Look for NaN"
         with pytest.raises(RuntimeError, match=words) as caught:
             run.flush()
     assert isinstance(caught.value.__cause__, FloatingPointError)
-
-
-@pytest.mark.parametrize(
-    ("options", "saves", "is_warned"),
-    [
-        ({"provisional_share": None}, False, True),
-        ({"provisional_share": None}, True, False),
-        ({"provisional_share": 0.5}, False, False),
-    ],
-)
-def test_gradients_lost_at_the_end_of_a_run_cause_one_warning(caplog, options, saves, is_warned):
-    with Training(FEW, dataclasses.replace(CALM, **options)) as run:
-        run.go(CALM.update_interval + 1)
-        run.flush()
-        if saves:
-            run.engine.state()
-        run.engine.close()
-    told = [r.getMessage() for r in caplog.records if "the gradients of up to" in r.getMessage()]
-    assert len(told) == is_warned
-
-
-def close_in_an_exception(engine):
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        engine.close()
 
 
 def close_after_a_failed_save(engine):
@@ -254,9 +152,8 @@ def close_after_a_failed_save(engine):
         (zenflow_jax.HostEngine.close, 1),
         (lambda engine: None, 1),  # garbage collection ends it
         (zenflow_jax.HostEngine.state, 0),
-        (close_in_an_exception, 0),
     ],
-    ids=["failed", "close", "collected", "saved", "exception"],
+    ids=["failed", "close", "collected", "saved"],
 )
 def test_an_engine_that_ends_without_a_flush_warns_once_about_lost_updates(
     caplog, monkeypatch, end, warnings

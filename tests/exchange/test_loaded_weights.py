@@ -48,20 +48,6 @@ def test_weights_loaded_after_init_train_as_if_loaded_before_it():
         comparisons.assert_same_bits(outcome(run), outcome(expected))
 
 
-def test_a_leaf_loaded_after_the_engine_was_created_trains_as_if_loaded_before():
-    values = runs.initial_values(FIRST) | {"columns": OTHER["columns"]}
-    with Training(FIRST, SETTINGS) as run, Training(FIRST, SETTINGS) as expected:
-        run.params = runs.place(values, None)
-        loaded(expected, values, early=True)
-        comparisons.assert_same_bits(outcome(run), outcome(expected))
-
-
-def test_a_flipped_bit_in_a_deferred_channel_is_detected():
-    with Training(FIRST, SETTINGS) as run:
-        run.params["rows"] = runs.with_a_bit(run.params["rows"], (-1, -1), 0)
-        np.testing.assert_array_equal(masters(run)["rows"], run.params["rows"])
-
-
 def test_a_state_saved_before_the_first_step_adopts_the_parameters_restored_with_it():
     with Training(FIRST, SETTINGS) as run, Training(FIRST, SETTINGS) as expected:
         saved = run.engine.state()

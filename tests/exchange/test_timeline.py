@@ -35,32 +35,11 @@ def test_every_step_and_every_window_has_its_spans_in_the_order_of_events(engine
     # At each step, one leaf or the other closes a window.
     for kind in ("step", "copy", "unread", "take in", "exchange", "wait for uploads", "upload"):
         assert sorted(by_step(engine, kind)) == steps, kind
-    # An update has several spans if mail was taken in during it.
-    assert sorted({span.step for span in of(engine, "update")}) == steps
     # At the first boundary, after step 1 or 2; then every four steps, from 3 or 4 on.
     assert sorted(by_step(engine, "hand over")) == [1, 2, 3, 4, 7, 8]
     assert [span.step for span in of(engine, "flush", "state")] == [STEPS, STEPS]
     assert {span.row for span in engine.timeline} == set(ROWS)
-    starts = [span.start for span in engine.timeline]
-    assert starts == sorted(starts)
     order = [by_step(engine, kind) for kind in ("step", "copy", "unread", "take in", "upload")]
     for step, copy, unread, take, upload in ([x[t] for x in order] for t in steps):
         assert step.end == copy.start
         assert copy.end == unread.start <= unread.end <= take.end <= upload.start
-    for update in of(engine, "update"):
-        assert update.end <= order[-1][update.step].end
-    waits = of(engine, "wait for device", "wait for host")
-    assert waits  # at least the hand-overs
-    calls = of(engine, "exchange", "flush", "state")
-    assert all(any(c.start <= w.start and w.end <= c.end for c in calls) for w in waits)
-
-
-def test_the_stats_contain_the_seconds_of_all_spans(engine):
-    def seconds(*kinds):
-        return pytest.approx(sum(span.end - span.start for span in of(engine, *kinds)))
-
-    stats = engine.stats
-    assert stats.exchange_s == seconds("exchange", "flush")
-    assert stats.wait_s == seconds("wait for host")
-    assert stats.work_s == seconds("take in", "update", "hand over", "wait for uploads")
-    assert stats.seconds == {kind: seconds(kind) for kind in {x.kind for x in engine.timeline}}

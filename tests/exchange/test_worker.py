@@ -143,16 +143,6 @@ def test_a_failure_of_the_worker_is_raised_with_its_position_by_all_later_calls(
         training.engine.close()
 
 
-def test_unreadable_mail_raises_an_error():
-    with Training(FEW, CALM) as training:
-        training.step()
-        training.state.mail[1].delete()
-        training.exchange()
-        training.await_end()
-        with pytest.raises(RuntimeError, match="the mail of step 1, window 1: .*deleted"):
-            training.go(1)
-
-
 def assert_ended(before):
     """Checks that no new thread remains; some threads end shortly after they are told to."""
     for thread in set(threading.enumerate()) - before:
@@ -228,22 +218,14 @@ def test_an_exception_leaves_the_with_block_unchanged(call, monkeypatch, caplog)
     assert 'Process 0 leaves the run: KeyError("the user\'s")' in told
 
 
-@pytest.mark.parametrize(
-    ("last", "words"),
-    [
-        (Training.fail, "the host worker failed at .*: list index"),
-        (lambda _: None, "never reached the param"),
-    ],
-    ids=["a failure that was never raised to the caller", "without a flush"],
-)
-def test_a_block_that_ends_with_updates_in_flight_raises_an_error(last, words):
+def test_a_block_that_ends_after_a_failure_that_was_never_raised_raises_it():
     def leave():
         with training.engine:
             training.go(7)
-            last(training)
+            training.fail()
 
     training = Training(FEW, TOGETHER)
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(RuntimeError, match="the host worker failed at .*: list index"):
         leave()
 
 
