@@ -107,20 +107,6 @@ def no_picture(monkeypatch):
     monkeypatch.setattr("train.log.summary.write_pictures", lambda *_, **__: None)
 
 
-# The library's annotations are checked only in its examples and in these tests, because checks take
-# a third of a test's time.
-CHECKED = (
-    "test_engine.py",
-    "test_engine_save.py",
-    "test_groups.py",
-    "test_leaves.py",
-    "test_masters.py",
-    "test_memory.py",
-    "test_schedule.py",
-    "test_transform.py",
-)
-
-
 def outside_of_functions(typechecker: Any) -> Callable[[Any], Any]:
     """Returns jaxtyping's decorator for functions that modules and classes define.
 
@@ -149,9 +135,8 @@ jaxtyped, jaxtyping.jaxtyped = jaxtyping.jaxtyped, outside_of_functions
 
 
 def is_checked(item: pytest.Item) -> bool:
-    if item.get_closest_marker("slow") is not None:
-        return False
-    return item.path.name in CHECKED or item.path.is_relative_to(LIBRARY)
+    """Returns whether annotations are checked: only in examples, because it slows down tests."""
+    return item.path.is_relative_to(LIBRARY)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -170,7 +155,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts checked tests first, then the slowest, and gives each worker an equal part."""
+    """Puts examples first, then the slowest tests, and gives each worker an equal part."""
     # The slowest tests have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
     # Programs that were traced with checks stay valid without them.

@@ -137,26 +137,6 @@ def inject(static_args=STATIC_ARGS):
     return optax.inject_hyperparams(zenflow, static_args=static_args)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"topk_ratio": np.float32(0.25), "update_interval": np.int64(2), "staleness": np.int32(0)},
-        {"update_interval": AutoWindow(), "select_interval": None, "staleness": 0},
-        {"window_scaling": False, "provisional_share": 0, "rolling": np.False_, "max_grad_norm": 1},
-        {"window_scaling": np.True_, "provisional_share": np.float32(1.0), "mask": True},
-        {"b1": 0, "b2": 0.0, "learning_rate": np.float64(0.1), "channel_axis": np.int32(-1)},
-        {"lr_scale": {"bias": 0, "weight": np.float32(0.5)}},
-        {"channel_axis": lambda path, leaf: np.int64(-1), "learning_rate": jnp.float32(0.1)},
-        {"mask": {"bias": jnp.bool_(True), "weight": np.False_}},
-    ],
-    ids=lambda options: " and ".join(options),
-)
-def test_values_next_to_rejected_values_are_accepted(options):
-    state = init(PARAMS, **options)
-    assert len(state.leaves) == 2
-    hash(jax.tree.structure(state))
-
-
 INJECTED = {
     "topk_ratio": 0.5,
     "update_interval": 2,
@@ -350,13 +330,8 @@ def test_pinned_memory_is_rejected_only_beyond_a_gpus_limit(monkeypatch):
     name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
     monkeypatch.delenv(name, raising=False)
     check_pinned({"mail": 64 * GIB}, "cuda")
+    check_pinned({"mail": 99 * GIB}, "cpu")
     with pytest.raises(UnfitRunError, match="64.5 for mail and 0.5 for hand-overs"):
         check_pinned({"mail": 64.5 * GIB, "hand-overs": GIB // 2}, "cuda")
     monkeypatch.setenv(name, "75")
     check_pinned({"mail": 75 * GIB}, "gpu")
-    with pytest.raises(UnfitRunError, match="LIMIT_GB=95"):
-        check_pinned({"mail": 75.5 * GIB}, "gpu")
-    check_pinned({"mail": 99 * GIB}, "cpu")
-    monkeypatch.setenv(name, "96.5")
-    with pytest.raises(UnfitRunError, match="whole number"):
-        check_pinned({"mail": GIB}, "cuda")
