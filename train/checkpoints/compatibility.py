@@ -15,7 +15,7 @@ MAY_CHANGE = frozenset(
     "model data chat_template steps epochs learning_rate schedule "
     "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
     "prefetch_bytes send_gradients layer_inputs layer_updates mesh remat stream log_every "
-    "evaluate_every save_every keep keep_best output_dir run report_to "
+    "evaluate_every save_every keep keep_best output_dir run "
     "max_skipped b1 b2 eps".split()
 )
 
@@ -49,9 +49,7 @@ def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dic
     return {"settings": settings, "stream": stream, "model": model}
 
 
-def check_same_run(
-    folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], *, otherwise: str
-) -> None:
+def check_same_run(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises `SettingsError` if the checkpoint's description `saved` belongs to another run."""
     for name, value in wanted["settings"].items():
         before = saved["settings"].get(name, value)
@@ -61,7 +59,8 @@ def check_same_run(
             extra = "--full-warm-up-share None " if name == "full_warm_up_rounds" else ""
             raise SettingsError(
                 f"`{name}`: is {value}, but was {before} in the run that wrote {folder}. "
-                f"Pass {extra}{' '.join(option_words(name, before))}, {otherwise}"
+                f"Pass {extra}{' '.join(option_words(name, before))}, or that run's settings.toml "
+                "as the config, or another --run."
             )
     for name, value in wanted["model"].items():
         before = saved.get("model", {}).get(name, value)
