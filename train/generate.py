@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -248,9 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         write("\n")
         return 130
-    except BrokenPipeError:  # the reader has stopped reading
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return 0
 
 

@@ -159,7 +159,7 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
     for name, target, options, expected in (
         ("7", "new", [], r"`--export`: 7 is not in .*, which has 6, 12, 13\."),
         ("6", "12", [], "is neither new nor empty"),
-        ("6", "new", ["--width", "32"], "`width`: is 32, but was 16 .*Pass --width 16, or"),
+        ("6", "new", ["--width", "32"], "`width`: is 32, but was 16 "),
     ):
         assert finetune.main([*command, "--export", name, str(tmp_path / target), *options]) == 2
         assert re.search(expected, capsys.readouterr().err)
