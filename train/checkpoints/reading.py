@@ -118,7 +118,8 @@ class SavedCheckpoints:
     def _intact(self, step: int) -> Path:
         """Returns a checkpoint's folder; raises an error if it is damaged."""
         folder = self._folder / str(step)
-        if problem := processes.from_first(find_damage(folder) or ""):
+        problem = find_damage(folder) if processes.is_first() else None
+        if problem := processes.from_first(problem or ""):
             raise CheckpointError(
                 f"checkpoint {step} in {self._folder} is damaged: {problem}. Remove its folder, "
                 "and start again: the run resumes from the checkpoint before it."
