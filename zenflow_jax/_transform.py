@@ -202,7 +202,13 @@ def zenflow(
         weights = check_update(updates, params, state)
         if state.offloads:
             check_outside_of_loops()
-        scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
+        count = state.step - state.skipped  # as `optax.adamw` under `optax.apply_if_finite`
+        values = (x(count) if callable(x) else x for x in numbers[:-1])
+        # A Python float adopts the other operand's dtype.
+        rate, b1, b2, eps, decay = (
+            float(x) if isinstance(x, Real) else jnp.asarray(x, jnp.float32) for x in values
+        )
+        scalars = AdamScalars(rate, b1, b2, 1 - b1, 1 - b2, eps, decay)
         return _update(updates, state, weights, scalars, max_grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -281,21 +287,3 @@ def _update(
         step_scalars=packed,
     )
     return jax.tree.unflatten(treedef, changes), new
-
-
-def _scalars_at(
-    count: jax.Array,
-    rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike,
-    b2: jax.typing.ArrayLike,
-    eps: jax.typing.ArrayLike,
-    decay: optax.ScalarOrSchedule,
-) -> AdamScalars:
-    """Returns the next step's hyperparameters, after `count` counted steps."""
-    # `optax.adamw` counts in the same way under `optax.apply_if_finite`.
-    numbers = (x(count) if callable(x) else x for x in (rate, b1, b2, eps, decay))
-    # A Python float adopts the other operand's dtype.
-    rate, b1, b2, eps, decay = (
-        float(x) if isinstance(x, Real) else jnp.asarray(x, jnp.float32) for x in numbers
-    )
-    return AdamScalars(rate, b1, b2, 1 - b1, 1 - b2, eps, decay)
