@@ -214,6 +214,6 @@ def test_a_base_makes_a_packed_model_smaller_and_is_needed_to_read_it(tmp_path):
         restore_path(tmp_path / "out", tmp_path / "back2")
     assert not (tmp_path / "back2").exists()
     # A packed base also works.
-    pack_path(tmp_path / "moved", None, Options())
-    restore_path(tmp_path / "out", tmp_path / "back2", base=tmp_path / "moved")
+    pack_path(tmp_path / "moved", tmp_path / "packed", Options())
+    restore_path(tmp_path / "out", tmp_path / "back2", base=tmp_path / "packed")
     assert content(tmp_path / "back2") == content(source)
