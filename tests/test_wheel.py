@@ -86,8 +86,8 @@ def test_the_wheel_contains_the_library_its_scripts_and_its_metadata(wheel):
 def test_the_library_imports_only_its_requirements():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     required = {re.match(r"[\w-]+", x)[0].lower() for x in declared["dependencies"]}
-    # Orbax requires etils.
-    required |= {"orbax", "etils", "zenflow_jax", *sys.stdlib_module_names}
+    # jax requires jaxlib, and orbax requires etils.
+    required |= {"orbax", "jaxlib", "etils", "zenflow_jax", *sys.stdlib_module_names}
     for name in LIBRARY - {"zenflow_jax/py.typed"}:
         # Imports inside functions may need an extra.
         for line in ast.parse((ROOT / name).read_text("utf-8")).body:

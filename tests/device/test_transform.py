@@ -16,6 +16,8 @@ from tests.device.small_runs import (
     make,
 )
 
+RTOL = 1e-6  # a few float32 roundings
+
 
 def test_all_kinds_of_init_agree():
     tx, params = make(), example_params("bfloat16")
@@ -138,3 +140,17 @@ def test_mail_equals_the_gradient_bit_for_bit_in_the_leafs_dtype(dtype, arrives,
     assert mail.tobytes() == np.asarray(gradients["weight"].astype(mail.dtype)).tobytes()
     norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in gradients.values()))
     np.testing.assert_allclose(state.grad_norm, norm, rtol=1e-6)
+
+
+def test_gradients_are_checked_as_they_arrive_and_squared_in_float32():
+    params, tx = example_params("bfloat16"), make(eps=0.0, max_grad_norm=1e6)
+    update = jax.jit(tx.update)
+    # 300 squared is not a finite float16.
+    for size, dtype in ((1e5, "float32"), (1e-9, "float32"), (300, "float16")):
+        gradients = {name: jnp.full(p.shape, size, dtype) for name, p in params.items()}
+        updates, state = update(gradients, tx.init(params), params)
+        assert int(state.skipped) == 0
+        assert np.asarray(updates["bias"]).all()
+        leaf = state.leaves[1]
+        np.testing.assert_allclose(leaf.mu, 0.1 * size, rtol=RTOL)
+        np.testing.assert_allclose(leaf.scores, 3 * size**2, rtol=RTOL)
