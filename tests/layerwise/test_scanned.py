@@ -46,23 +46,23 @@ def loss_fn(params, batch, **options):
     return last(params, x, batch)
 
 
-def train(loss_fn, params, batches, where=None, **options):
+def train(loss_fn, params, batches, where=None):
     """Returns the parameters and losses of a run."""
     model = layerwise.ScannedModel(loss_fn, params, batches[0], where=where)
     split = model.split(params)
-    with layerwise.Trainer(split, **model.functions, **ADAMW, **options) as trainer:
+    with layerwise.Trainer(split, **model.functions, **ADAMW) as trainer:
         losses = [float(trainer.step(batch)) for batch in batches]
         return model.join(trainer.params()), losses
 
 
 def test_a_scan_is_bit_identical_to_three_functions():
-    params, options = new_params(jnp.bfloat16), {"frozen": [1]}
-    with layerwise.Trainer(params, **MODEL, **ADAMW, **options) as trainer:
+    params = new_params(jnp.bfloat16)
+    with layerwise.Trainer(params, **MODEL, **ADAMW) as trainer:
         expected = [float(trainer.step(batch)) for batch in BATCHES]
         trained = trainer.params()
     params["layers"], trained["layers"] = params["layers"][::-1], trained["layers"][::-1]
     run = jax.jit(jax.checkpoint(partial(loss_fn, reverse=True, unroll=2)))
-    got, losses = train(run, stacked(params), BATCHES, **options)
+    got, losses = train(run, stacked(params), BATCHES)
     assert losses == expected
     check_equal(got, stacked(trained))
 

@@ -75,7 +75,7 @@ class Kind:
 
     Args:
         tree: A block's weights as shapes with shardings, which the results have, too.
-        optimizer: The optimizer, or None for frozen blocks.
+        optimizer: The optimizer, or None if nothing trains.
         options: Options for all programs.
     """
 

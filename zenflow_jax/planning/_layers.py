@@ -15,7 +15,7 @@ from zenflow_jax.layerwise._optimizer import Kind, flat
 from zenflow_jax.layerwise._programs import trace_model
 from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
-from zenflow_jax.layerwise._updates import AHEAD, fetched_early, gradients_kept
+from zenflow_jax.layerwise._updates import AHEAD, fetched_early
 from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._plans import (
     TEMPORARIES,
@@ -43,7 +43,7 @@ def plan_layerwise(
     device: str | Gpu = "h100",
     compiles: bool = False,
 ) -> Plan:
-    """Plans `layerwise.Trainer`, which trains all weights.
+    """Plans a `layerwise.Trainer`.
 
     Arguments up to `in_flight_bytes` are the trainer's, and arrays may be `jax.ShapeDtypeStruct`s
     with shardings. `batch` is one of `micro_batches`. If `compiles`, all programs are compiled for
@@ -66,15 +66,14 @@ def plan_layerwise(
     in_flight = in_flight if in_flight_bytes is None else in_flight_bytes
     # Weights come for both passes. All arrays leave once. A second sweep also fetches the weights,
     # and sends gradients and takes them back, and nothing hides it.
-    stay = 0 if at_once else gradients_kept(w, in_flight)
-    sent, kept = sum(w[stay:]) * (not at_once), micro_batches * sum(work.inputs) * on_host
+    sent, kept = sum(w) * (not at_once), micro_batches * sum(work.inputs) * on_host
     sweep = (sum(w) + sent) * (not at_once)
     late = sum(u) + sweep
     for bundles in (x.bundles for x in kinds if at_once):
         late -= sum(bundles[i].others_nbytes for i in fetched_early(bundles, in_flight))
     flights = _flights(kinds, in_flight) if at_once else [0] * (len(kinds) + 1)
     flights.append(max(in_flight, largest[0]))
-    moments = _moments(work, trees, flights, stay, micro_batches, on_host=on_host)
+    moments = _moments(work, trees, flights, micro_batches, on_host=on_host)
     fullest = max(moments, key=lambda x: sum(x.values()))
     if not compiles:
         del fullest[TEMPORARIES]
@@ -146,8 +145,8 @@ def _work_of(
     """Traces the programs for weights and a batch, and compiles them if `compiles`."""
     trees, batch = treedef.unflatten(leaves)
     types = jax.tree.map(lambda x: _at(x, None), batch)
-    trains, known, flops = [True] * len(trees), {}, 0.0
-    program = trace_model(*functions, trees[0], trees[1:], types, trains, None, {})
+    known, flops = dict[Any, Any](), 0.0
+    program = trace_model(*functions, trees[0], trees[1:], types, None, {})
     shares = shares_of(batch)
 
     def call(function: Any, *args: Any) -> tuple[Any, int]:
@@ -211,15 +210,13 @@ def _moments(
     work: _Work,
     trees: Sequence[Any],
     flights: Sequence[int],
-    stay: int,
     micro_batches: int,
     *,
     on_host: bool,
 ) -> list[dict[str, int]]:
     """Returns the device's bytes, by use, in each block's backward program, at the loss and later.
 
-    `flights` has an entry for each. The gradients of the `stay` lowest blocks wait for a second
-    sweep, and the layers' inputs may wait `on_host`.
+    `flights` has an entry for each. The layers' inputs may wait `on_host`.
     """
     w = [sum(map(nbytes_here, jax.tree.leaves(x))) for x in trees]
     # Of several micro-batches, the sum is float32, and the last program makes the gradient.
@@ -229,12 +226,17 @@ def _moments(
     moments = []
     for i, new in enumerate([*g, 0]):
         weights = w[0] + sum(w[max(i - 1, 1) : i + AHEAD])
-        waiting = max(sum(w[i + 1 : i + 2]), sum(w[i + 1 : stay]))
         inputs = sum(work.inputs[max(i - AHEAD, 0) * on_host : i + 1])
         held = micro_batches * (inputs + work.shared * (i > 0) + work.carries[i])
-        use = weights, work.outer + new + waiting, held, flights[i], work.temporaries[i]
+        use = (
+            weights,
+            work.outer + new + sum(w[i + 1 : i + 2]),
+            held,
+            flights[i],
+            work.temporaries[i],
+        )
         moments.append(use)
-    moments.append((w[0], max(g[0], sum(w[:stay])), 0, flights[-1], 0))
+    moments.append((w[0], g[0], 0, flights[-1], 0))
     names = "weights", "gradients of weights", "layers' inputs", "updates in flight", TEMPORARIES
     return [dict(zip(names, uses, strict=True)) for uses in moments]
 
