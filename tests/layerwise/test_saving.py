@@ -124,6 +124,5 @@ def test_a_state_fits_only_the_same_weights_and_optimizer():
     same_shapes = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda n: -0.1))
     with pytest.raises(UnfitRunError, match="another optimizer"):
         resumed(optimizer=same_shapes)
-    for change, text in (("layout", "of this version"), ("counts", "lacks 'counts'")):
-        with pytest.raises(UnfitRunError, match=text):
-            resumed(state={name: x for name, x in state.items() if name != change})
+    with pytest.raises(UnfitRunError, match="of this version"):
+        resumed(state={name: x for name, x in state.items() if name != "layout"})

@@ -103,10 +103,13 @@ def test_a_step_takes_as_long_as_its_bottleneck_and_the_copies_that_nothing_hide
     device = dataclasses.replace(slow, bus=1e5)
     hidden = planned(device=device, updates="during_backward", in_flight_bytes=100 * ONE)
     assert (hidden.step_s, hidden.exposed) == (hidden.to_device / 1e5, 0)
-    # The 10 bytes for each parameter arrive too late if they exceed half of those in flight.
-    for share, late in ((5, 0), (4, 5)):
-        options = {"updates": "during_backward", "in_flight_bytes": 2 * share * ONE}
-        assert planned(device=device, **options).exposed == (1 + LAYERS) * late * ONE
+    # The 10 bytes for each parameter arrive too late if they exceed two fifths of those in flight.
+    for in_flight, late in ((25, 0), (24, 10)):
+        options = {"updates": "during_backward", "in_flight_bytes": in_flight * ONE // 2}
+        assert planned(device=device, **options).exposed == (1 + LAYERS) * late * ONE // 2
+    # SGD's 2 bytes come early, but the last layer's 4 need the room; the outer weights' hide later.
+    options |= {"optimizer": optax.sgd(1e-3), "in_flight_bytes": 5 * ONE // 2}
+    assert planned(device=device, **options).exposed == LAYERS * 3 * ONE // 2
     # The second sweep fetches weights, gradients and state.
     assert planned(device=device).exposed == (1 + LAYERS) * 7 * ONE
 

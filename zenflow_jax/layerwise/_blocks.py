@@ -152,10 +152,10 @@ def checksum_of_names(blocks: Sequence[Block]) -> np.ndarray:
 
     Equal shapes prove too little.
     """
-    names = [
-        "/".join((path, *names))
-        for block in blocks
-        for path, names in zip(block.paths(), block.kind.names(), strict=True)
-    ]
+    names = []
+    for block in blocks:
+        for path, state in zip(block.paths(), block.kind.states, strict=True):
+            inner = (jax.tree_util.keystr(x) for x, _ in jax.tree_util.tree_leaves_with_path(state))
+            names.append("/".join((path, *inner)))
     # flax nnx adds the suffix, or not, to the same parameter.
     return np.array(zlib.crc32("\n".join(names).replace(".value", "").encode()), np.uint32)

@@ -83,7 +83,6 @@ class Dispatcher:
         # For `evaluate`; a loop may pass a new function each time.
         self._jitted = lru_cache(8)(partial(jax.jit, compiler_options=options))
         self._programs: dict[Any, ModelProgram] = {}
-        self._block_programs: dict[Any, Any] = {}
         self._throttle: deque[Any] = deque()
         self.wait_s = 0.0
 
@@ -160,8 +159,8 @@ class Dispatcher:
         shapes = types_of(batch)
         if (key := key_of(shapes)) not in self._programs:
             outer, *layers = (x.tree(x.kind.weights) for x in self._blocks)
-            known = self._options, self._block_programs
-            self._programs[key] = trace_model(*self._functions, outer, layers, shapes, *known)
+            arguments = *self._functions, outer, layers, shapes, self._options
+            self._programs[key] = trace_model(*arguments)
         return self._programs[key]
 
     def _fetch(self, i: int) -> list[jax.Array]:

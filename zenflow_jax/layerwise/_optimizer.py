@@ -99,12 +99,6 @@ class Kind:
         self.bundles = [*self._bundles()]
         self.nbytes = sum(bundle.nbytes for bundle in self.bundles)
 
-    def names(self) -> Iterator[list[str]]:
-        """Yields the names of the arrays in each leaf's state, which identify the optimizer."""
-        for state in self.states:
-            pairs, _ = jax.tree_util.tree_flatten_with_path(state)
-            yield [jax.tree_util.keystr(path) for path, _ in pairs]
-
     def alone(self, place: int, x: Any) -> Any:
         """Returns the tree with one leaf, and None in place of all other leaves."""
         count = self.treedef.num_leaves

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax.layerwise._tracing import (
-    float_places,
     is_float,
     key_of,
     live_inputs,
@@ -103,14 +102,13 @@ def trace_model(
     weights: Sequence[Any],
     batch: Any,
     options: dict[str, Any] | None,
-    cache: dict[Any, BlockProgram],
 ) -> ModelProgram:
     """Traces all programs, and rejects functions that do not fit together.
 
-    All arguments are `ShapeDtypeStruct`s; the structs of weights have shardings. `cache` contains
-    blocks that were traced before.
+    All arguments are `ShapeDtypeStruct`s; the structs of weights have shardings.
     """
     jit = partial(jax.jit, compiler_options=options)
+    cache: dict[Any, BlockProgram] = {}
     blocks, x, varying = [], batch, ()
     for i, (function, tree) in enumerate(zip([first, *layers], [outer, *weights], strict=True)):
         key = bool(i), function, varying, key_of(tree), key_of(x)
@@ -149,7 +147,8 @@ def _trace_block(
     chosen = *range(begin), *(begin + i for i in varying)
     count = len(jaxpr.outvars)
     reached = [live_inputs(jaxpr, [i == j for j in range(count)]) for i in range(count)]
-    new = tuple(i for i in float_places(carry) if not reached[i].isdisjoint(chosen))
+    made = enumerate(jax.tree.leaves(carry))
+    new = tuple(i for i, x in made if is_float(x) and not reached[i].isdisjoint(chosen))
 
     def forward(weights: Any, x: Any) -> list[jax.Array]:
         made = jax.tree.leaves(step(weights, x))

@@ -68,10 +68,7 @@ def plan_layerwise(
     # and sends gradients and takes them back, and nothing hides it.
     sent, kept = sum(w) * (not at_once), micro_batches * sum(work.inputs) * on_host
     sweep = (sum(w) + sent) * (not at_once)
-    late = sum(u) + sweep
-    for bundles in (x.bundles for x in kinds if at_once):
-        late -= sum(bundles[i].others_nbytes for i in fetched_early(bundles, in_flight))
-    flights = _flights(kinds, in_flight) if at_once else [0] * (len(kinds) + 1)
+    late, flights = _order(kinds, in_flight) if at_once else (sum(u), [0] * (len(w) + 1))
     flights.append(max(in_flight, largest[0]))
     moments = _moments(work, trees, flights, micro_batches, on_host=on_host)
     fullest = max(moments, key=lambda x: sum(x.values()))
@@ -89,7 +86,7 @@ def plan_layerwise(
         flops=micro_batches * work.flops + updates_flops,
         to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + sweep + kept,
         to_host=sum(w) + sum(u) + sent + kept,
-        exposed=late,
+        exposed=late + sweep,
     )
 
 
@@ -146,7 +143,7 @@ def _work_of(
     trees, batch = treedef.unflatten(leaves)
     types = jax.tree.map(lambda x: _at(x, None), batch)
     known, flops = dict[Any, Any](), 0.0
-    program = trace_model(*functions, trees[0], trees[1:], types, None, {})
+    program = trace_model(*functions, trees[0], trees[1:], types, None)
     shares = shares_of(batch)
 
     def call(function: Any, *args: Any) -> tuple[Any, int]:
@@ -194,16 +191,22 @@ def _work_of(
     return _Work(flops, inputs, kept_by_all, outer, carries, [*temporaries, at_loss])
 
 
-def _flights(kinds: Sequence[Kind], in_flight: int) -> list[int]:
-    """Returns the bytes in flight behind each block's backward program, and at the loss.
+def _order(kinds: Sequence[Kind], in_flight: int) -> tuple[int, list[int]]:
+    """Returns bytes of updates that no program hides, and those in flight behind each program.
 
-    The block above it waits for its update, so its weights are on the device anyway.
+    Before a block's program is dispatched, the state of the block above that does not come early
+    has arrived, and so much has left that the block's own early state has room. The last entries
+    are for the highest block's program and the loss.
     """
-    flights = []
-    for kind in kinds[1:]:
-        early = (kind.bundles[i] for i in fetched_early(kind.bundles, in_flight))
-        flights.append(in_flight - sum(x.nbytes - x.others_nbytes for x in early))
-    return [*flights, 0, 0]
+    early = [[x.bundles[i] for i in fetched_early(x.bundles, in_flight)] for x in kinds]
+    arriving = [sum(x.others_nbytes for x in bundles) for bundles in early]
+    counted = [sum(x.nbytes for x in bundles) for bundles in early]
+    late = kinds[0].nbytes - kinds[0].weights_nbytes - arriving[0]
+    for kind, comes, below in zip(kinds[1:], arriving[1:], counted, strict=False):
+        late += max(kind.nbytes - kind.weights_nbytes - comes, kind.nbytes + below - in_flight)
+    # The weights of a block that waits for its update are on the device anyway.
+    flights = [in_flight - x + y for x, y in zip(counted[1:], arriving[1:], strict=True)]
+    return late, [*flights, 0, 0]
 
 
 def _moments(
