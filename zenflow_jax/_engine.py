@@ -22,7 +22,7 @@ from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, recorded
 from zenflow_jax._exchange import checks
-from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
+from zenflow_jax._exchange.flax_nnx import call_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
@@ -322,13 +322,13 @@ class HostEngine:
         self._settle()
         return lambda: (self._tokens.number, self._updates.loads)
 
-    def exchange_nnx(self, model: Any, optimizer: Any) -> None:
+    def exchange_nnx(self, model: object, optimizer: object) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
-        update_nnx(model, optimizer, *self.exchange(*nnx_arrays(model, optimizer)))
+        call_nnx(self.exchange, model, optimizer)
 
-    def flush_nnx(self, model: Any, optimizer: Any) -> None:
+    def flush_nnx(self, model: object, optimizer: object) -> None:
         """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
-        update_nnx(model, optimizer, *self.flush(*nnx_arrays(model, optimizer)))
+        call_nnx(self.flush, model, optimizer)
 
     def close(self) -> None:
         """Ends the thread, frees memory and drops updates. Safe to call twice or during work.
@@ -340,7 +340,7 @@ class HostEngine:
         self._mailbox.close()
         self._updates.forget()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Rejects `copy.copy`, `copy.deepcopy` and `pickle`, which all call this method."""
         raise TypeError(
             "An engine, or a step attached to it, cannot be copied or pickled. Save "
@@ -350,7 +350,7 @@ class HostEngine:
     def __enter__(self) -> "HostEngine":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ended = error is not None or self._worker.closed
         # Not for a `SystemExit`, with which all processes may leave together.
         if isinstance(error, Exception) and jax.process_count() > 1:

@@ -67,11 +67,11 @@ class attach:  # lower case, because it is called like a function
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        step: Callable[..., PyTree],
         engine: HostEngine | None = None,
         *,
-        get: Callable[..., tuple[Any, Any]] | None = None,
-        put: Callable[..., Any] | None = None,
+        get: Callable[..., tuple[PyTree, PyTree]] | None = None,
+        put: Callable[..., PyTree] | None = None,
         engine_options: Mapping[str, Any] | None = None,
     ):
         if isinstance(step, attach):
@@ -96,7 +96,7 @@ class attach:  # lower case, because it is called like a function
             )
         return self._engine
 
-    def __call__(self, *args: Any, **more: Any) -> Any:
+    def __call__(self, *args: PyTree, **more: PyTree) -> Any:
         """Takes the step, then calls `exchange`; returns the results for the next step."""
         self._start(args)
         out = self._step(*args, **more)
@@ -133,14 +133,14 @@ class attach:  # lower case, because it is called like a function
     def __enter__(self) -> "attach":
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._closed = True
         if self._engine is not None:
-            self._engine.__exit__(*error)
+            self._engine.__exit__(kind, error, trace)
 
     __reduce_ex__ = HostEngine.__reduce_ex__
 
-    def _start(self, values: tuple[Any, ...]) -> None:
+    def _start(self, values: tuple[PyTree, ...]) -> None:
         if self._closed:
             raise RuntimeError(
                 "The attached step is closed. Attach again from the run's last checkpoint: "
@@ -161,12 +161,12 @@ def _updates(opt_state: PyTree) -> int | None:
     return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
 
 
-def _is_train_state(x: Any) -> bool:
+def _is_train_state(x: object) -> bool:
     names = x if isinstance(x, Mapping) else dir(x)
     return "params" in names and "opt_state" in names
 
 
-def _find(values: tuple[Any, ...]) -> int:
+def _find(values: tuple[PyTree, ...]) -> int:
     """Returns the index of the train state, or of the parameters before the optimizer state."""
     for i, x in enumerate(values):
         if _is_train_state(x):
@@ -179,7 +179,7 @@ def _find(values: tuple[Any, ...]) -> int:
     )
 
 
-def _get(*values: Any) -> tuple[Any, Any]:
+def _get(*values: PyTree) -> tuple[Any, Any]:
     i = _find(values)
     if not _is_train_state(state := values[i]):
         return values[i], values[i + 1]
@@ -187,7 +187,7 @@ def _get(*values: Any) -> tuple[Any, Any]:
     return (state["params"], state["opt_state"]) if is_dict else (state.params, state.opt_state)
 
 
-def _put(params: PyTree, opt_state: PyTree, *values: Any) -> Any:
+def _put(params: PyTree, opt_state: PyTree, *values: PyTree) -> Any:
     i = _find(values)
     if not _is_train_state(state := values[i]):
         return (*values[:i], params, opt_state, *values[i + 2 :])

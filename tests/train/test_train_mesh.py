@@ -38,7 +38,7 @@ def shardings_of(leaf, *shape):
     return sharding.weight_shardings(abstract_mesh(fsdp=3), leaves)
 
 
-def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
+def test_mistakes_in_the_mesh_and_its_rules_are_named():
     mesh = sharding.make_mesh
     for call, words in (
         (lambda: mesh("data=0"), "^`mesh`: needs `axis=size` pairs.*but has 'data=0'"),
@@ -46,8 +46,6 @@ def test_mistakes_in_the_mesh_its_rules_and_the_launch_flags_are_named():
         (lambda: mesh("data=64,fsdp=3"), r"needs .* of devices, here \d+ .* the product 192"),
         (lambda: shardings_of("a/up/kernel", 4, 4), "`fsdp` that divides .*but has fsdp=3"),
         (lambda: shardings_of("bias", 4), r"`bias`.* needs a rule in .*, but has none"),
-        (lambda: Launch(processes=2), "--processes is not enough. Pass .* together"),
-        (lambda: Launch(coordinator="a:1", processes=2, process=2), "below --processes 2, .*is 2"),
     ):
         with pytest.raises(SettingsError, match=words):
             call()
@@ -63,13 +61,11 @@ def test_the_batch_is_split_over_data_and_fsdp():
 
 
 SLURM_STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
-MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-MPICH = {"PMI_SIZE": "2", "PMI_RANK": "1"}
 
 
 def set_launcher(monkeypatch, environment):
     """Sets these launcher variables, and removes all others."""
-    for name in (*SLURM_STEP, *MPIRUN, *MPICH, "SLURM_PROCID"):
+    for name in SLURM_STEP:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -80,17 +76,14 @@ TWO = Launch(coordinator="a:1", processes=2, process=1)
 EIGHT_TASKS = SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "8"}
 FLAGS = {"cluster_detection_method": "deactivate"}
 LAUNCHES = (
-    # A single process, also under SLURM and mpirun.
+    # A single process, also under SLURM.
     (ALONE, {}, None, None),
     (ALONE, {"SLURM_STEP_NUM_TASKS": "1"}, None, None),
-    (ALONE, MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None, None),
-    # One per node, one per GPU, and srun with MPICH's variables.
+    # One per node, and one per GPU.
     (ALONE, SLURM_STEP, (), {"local_device_ids": [0, 1, 2, 3]}),
     (ALONE, EIGHT_TASKS, (), {"local_device_ids": None}),
-    (ALONE, SLURM_STEP | MPICH | {"SLURM_PROCID": "1"}, (), {}),
-    # Flags also apply under SLURM and mpirun.
+    # Flags also apply under SLURM.
     (TWO, SLURM_STEP, (TWO.coordinator, 2, 1), FLAGS),
-    (TWO, MPIRUN, (TWO.coordinator, 2, 1), {}),
 )
 
 
@@ -104,16 +97,6 @@ def test_processes_come_from_the_flags_or_else_from_slurm(monkeypatch):
         processes.join(launch)
         assert [a for a, _ in calls] == ([] if arguments is None else [arguments])
         assert all(o.items() >= options.items() for _, o in calls)
-
-
-def test_mpirun_without_the_flags_is_rejected_with_a_command_that_works(monkeypatch):
-    # Inside an allocation, the environment also has the variables of SLURM's daemons.
-    for slurm in ({}, SLURM_STEP | {"SLURM_PROCID": "0"}):
-        for mpi, prefix in ((MPIRUN, "OMPI_COMM_WORLD"), (MPICH, "PMI")):
-            set_launcher(monkeypatch, slurm | mpi)
-            line = rf"mpirun .* --processes \${prefix}_SIZE --process \${prefix}_RANK'"
-            with pytest.raises(SettingsError, match=line):
-                processes.join(ALONE)
 
 
 def losses(run: Path) -> list[float]:
@@ -160,7 +143,7 @@ def test_two_processes_train_like_one_device_and_a_signal_to_one_of_them_saves_t
         command = "-c", TWICE, config, "--coordinator", f"127.0.0.1:{port}", "--processes", "2"
         first, second = (start(*command, "--process", str(i), devices=4) for i in range(2))
     trained = "".join(itertools.takewhile(lambda line: line != "code 0\n", first.stdout))
-    assert "2 processes" in trained
+    assert summary(run)["processes"] == 2
     np.testing.assert_allclose(losses(run), adamw, rtol=0, atol=SAME_TRAINING_ATOL, err_msg=trained)
 
     first.stdin.write("\n")

@@ -6,6 +6,7 @@ call must be the same in all processes. Only process 0 prints and writes.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train.cli.command_line import PROGRAM, Launch
+from train.cli.command_line import Launch
 from train.cli.settings import SettingsError
 
 # How long a process may be silent before jax ends the others, and how long an ending process waits
@@ -23,16 +24,14 @@ TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
 
 def join(launch: Launch) -> None:
     """Connects this process to the others in `launch` or in SLURM's step, before jax starts."""
-    if launch.processes is not None:
+    given = dataclasses.astuple(launch)
+    if given.count(None) < len(given):  # jax rejects some without the others
         jax.distributed.initialize(
-            launch.coordinator,
-            launch.processes,
-            launch.process,
+            *given,
             cluster_detection_method="deactivate",  # the flags also apply inside a SLURM job
             **TIMEOUTS,
         )
         return
-    _refuse_mpirun()
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         jax.distributed.initialize(
             local_device_ids=_slurm_devices(), cluster_detection_method="slurm", **TIMEOUTS
@@ -64,13 +63,6 @@ def check_same(settings: str, data: int) -> None:
         )
 
 
-def sum_over(value: float) -> float:
-    """Returns the sum of `value` over all processes, in float32."""
-    if jax.process_count() == 1:
-        return value
-    return float(np.sum(multihost_utils.process_allgather(np.float32(value))))
-
-
 def from_first(text: str) -> str:
     """Sends process 0's `text`, at most 4 KiB of UTF-8, to every process."""
     if jax.process_count() == 1:
@@ -86,21 +78,6 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray:
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
-
-
-def _refuse_mpirun() -> None:
-    """Rejects mpirun without options: each process would train alone or misread its number."""
-    open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
-    size, rank = (f"{'OMPI_COMM_WORLD' if open_mpi else 'PMI'}_{name}" for name in ("SIZE", "RANK"))
-    # `srun --mpi=pmi2` also sets PMI's variables, to SLURM's values.
-    variables = {size: "SLURM_STEP_NUM_TASKS", rank: "SLURM_PROCID"}
-    is_srun = all(os.environ.get(name) == os.environ.get(x) for name, x in variables.items())
-    if int(os.environ.get(size, 1)) > 1 and (open_mpi or not is_srun):
-        raise SettingsError(
-            "mpirun needs --coordinator, --processes and --process. Run: "
-            f"mpirun ... sh -c 'exec {PROGRAM} ... --coordinator HOST:PORT "
-            f"--processes ${size} --process ${rank}', with the machine of rank 0 as HOST."
-        )
 
 
 def _slurm_devices() -> list[int] | None:

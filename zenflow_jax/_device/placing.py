@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from zenflow_jax._device.leaves import first_names, match_leaves
@@ -25,7 +27,7 @@ from zenflow_jax._device.state import (
     replace_state,
 )
 from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
-from zenflow_jax._spec.mesh import explicit_axes, placement_of
+from zenflow_jax._spec.mesh import ArrayOrShape, HasShape, explicit_axes, placement_of
 
 
 def check_placement(
@@ -79,7 +81,7 @@ def check_placement(
         )
 
 
-def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
+def with_shardings(state: ZenFlowState, leaves: Sequence[ArrayOrShape]) -> ZenFlowState:
     """Adds a real state's shardings to an abstract state, as far as they are known."""
     known = [x.sharding for x in leaves if x.sharding is not None]
     meshes = [x for x in known if isinstance(x, NamedSharding) and not x.mesh.empty]
@@ -87,22 +89,26 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
         return state
     first = (meshes or known)[0]
 
-    def put(x: Any, spec: PartitionSpec, memory_kind: str | None = None, like: Any = first) -> Any:
+    def put(
+        x: HasShape, spec: PartitionSpec, kind: str | None = None, like: Sharding = first
+    ) -> jax.ShapeDtypeStruct:
         if not isinstance(like, NamedSharding):
             like = first
         if isinstance(like, NamedSharding):
-            sharding = NamedSharding(like.mesh, spec, memory_kind=memory_kind)
+            sharding = NamedSharding(like.mesh, spec, memory_kind=kind)
         else:
-            sharding = like.with_memory_kind(memory_kind or like.memory_kind)
+            sharding = like if kind is None else like.with_memory_kind(kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     mail_kind = HOST if state.send_gradients.in_step else None
 
-    def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
+    def put_leaf(leaf: LeafState, parameter: ArrayOrShape) -> LeafState:
         layout = Shard(leaf.spec).partition(places_of(leaf.spec))
         return jax.tree.map(partial(put, like=parameter.sharding), leaf, layout)
 
-    def put_mail(mail: Any, leaf: LeafState, parameter: Any) -> Any:
+    def put_mail(
+        mail: HasShape | None, leaf: LeafState, parameter: ArrayOrShape
+    ) -> jax.ShapeDtypeStruct | None:
         if mail is None:
             return None
         spec = Shard(leaf.spec).at_host(len(mail.shape))
@@ -131,7 +137,9 @@ def _is_at(x: jax.Array, where: jax.sharding.Sharding, *, typed: bool) -> bool:
     return same or not x.size
 
 
-def check_in_place(state: ZenFlowState, weights: Sequence[Any], *, typed: bool = False) -> None:
+def check_in_place(
+    state: ZenFlowState, weights: Sequence[jax.Array], *, typed: bool = False
+) -> None:
     """Rejects a state with arrays that are not where `tx.init` puts them.
 
     On a mesh, each device would mistake its piece of an array for other channels. Mail in device
@@ -202,7 +210,7 @@ def place(params: PyTree, opt_state: PyTree) -> Any:
     check_arrays(state, (jax.Array, np.ndarray, np.generic, int, float))  # some may be restored
     state = jax.tree.map(jax.numpy.asarray, state)
 
-    def put(x: jax.Array, like: Any) -> jax.Array:
+    def put(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         if _is_at(x, like.sharding, typed=True):
             return x
         # Assembled arrays need a copy for another type.
@@ -213,7 +221,9 @@ def place(params: PyTree, opt_state: PyTree) -> Any:
     return replace_state(opt_state, jax.tree.map(put, state, expected))
 
 
-def state_shardings(tx: Any, param_shapes: PyTree, param_shardings: PyTree) -> Any:
+def state_shardings(
+    tx: optax.GradientTransformation, param_shapes: PyTree, param_shardings: PyTree
+) -> Any:
     """Returns the shardings, with memory kinds, of the state that `tx.init` makes.
 
     Pass them to jit (`out_shardings` of the function that makes the state, `in_shardings` and
@@ -255,7 +265,7 @@ def state_shardings(tx: Any, param_shapes: PyTree, param_shardings: PyTree) -> A
 
     longest_first = sorted(paths, key=lambda pair: -len(pair[0]))
 
-    def sharding_of(path: Any, x: Any) -> Any:
+    def sharding_of(path: KeyPath, x: ArrayOrShape) -> Sharding | None:
         for param_path, param in longest_first:
             if x.shape == param.shape and path[len(path) - len(param_path) :] == param_path:
                 return param.sharding

@@ -3,26 +3,24 @@
 flax is imported on first use, because that takes as long as importing this whole library.
 """
 
-from typing import Any
+from collections.abc import Callable
+
+from jaxtyping import PyTree
 
 
-def nnx_arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Returns a pair's parameters and optimizer state; rejects other objects."""
+def call_nnx(
+    method: Callable[..., tuple[PyTree, PyTree]], model: object, optimizer: object
+) -> None:
+    """Calls an engine's method with a pair's arrays, and updates the pair in place."""
     from flax import nnx
 
-    for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
-        if not isinstance(x, kind):
-            raise TypeError(
-                f"`{name}` is a {type(x).__name__}, not an `nnx.{kind.__name__}`. Pass the model "
-                "and the `nnx.Optimizer`, in this order. For trees of arrays, use the methods "
-                "without `_nnx`."
-            )
+    if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            f"The arguments are a {type(model).__name__} and a {type(optimizer).__name__}. Pass an "
+            "`nnx.Module` and its `nnx.Optimizer`; for trees of arrays, use the methods without "
+            "`_nnx`."
+        )
     params = nnx.as_pure(nnx.state(model, optimizer.wrt))
-    return params, nnx.as_pure(optimizer.opt_state)
-
-
-def update_nnx(model: Any, optimizer: Any, params: Any, opt_state: Any) -> None:
-    from flax import nnx
-
+    params, opt_state = method(params, nnx.as_pure(optimizer.opt_state))
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))

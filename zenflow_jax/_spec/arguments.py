@@ -2,7 +2,6 @@
 
 import warnings
 from numbers import Real
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +102,7 @@ def check_transfer_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     return kind
 
 
-def check_numbers(**numbers: Any) -> None:
+def check_numbers(**numbers: object) -> None:
     """Rejects values that are not real scalars, and untraced values out of range."""
     for name, value in numbers.items():
         has_schedule = name in ("learning_rate", "weight_decay")
