@@ -163,7 +163,6 @@ def unfiltered():
         ({"last": lambda o, x, b: jax.random.normal(KEY)}, ValueError, "`last` uses a random key"),
         ({"layer": [layer] * 3}, ValueError, "3 functions for 4 layers"),
         ({"params": {"outer": {}, "layers": iter([])}}, ValueError, "has no layers"),
-        ({"optimizer": None}, ValueError, "can only evaluate"),
         ({"updates": "late"}, ValueError, "during_backward"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
         ({"params": {"outer": {}, "layers": [np.arange(3)]}}, TypeError, "layers.0 is int.., but"),

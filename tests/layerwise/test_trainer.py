@@ -237,6 +237,18 @@ def test_an_evaluation_leaves_nothing_on_the_device():
         assert live_bytes() == before
 
 
+@pytest.mark.usefixtures("nothing_is_small")
+def test_a_trainer_without_an_optimizer_evaluates_and_holds_only_the_weights():
+    params = new_params(jnp.bfloat16)
+    with layerwise.Trainer(params, **MODEL, optimizer=None) as trainer:
+        value = jax.jit(loss_of)(params, BATCHES[0])
+        assert float(trainer.evaluate(BATCHES[0])) == pytest.approx(float(value), rel=1e-3)
+        assert trainer.stats.pinned_bytes == sum(x.nbytes for x in jax.tree.leaves(params))
+        check_equal(masters_of(trainer), jax.tree.map(jnp.float32, params))
+        with pytest.raises(ValueError, match="can only evaluate"):
+            trainer.step(BATCHES[0])
+
+
 def test_a_trainer_shares_no_array_with_its_caller():
     in_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     for where in (in_host, jax.devices()[0]):

@@ -191,8 +191,8 @@ def _rest(master: Any, weight: Any) -> tuple[Any, ...]:
 
 def master_of(leaf: Parts) -> Any:
     """Returns a leaf's float32 weight."""
-    if leaf.weight.dtype == jnp.float32:
-        return leaf.weight
+    if leaf.weight.dtype == jnp.float32 or not leaf.others:  # without an optimizer
+        return leaf.weight.astype(jnp.float32)
     bits = _bits(leaf.weight.astype(jnp.float32)) + leaf.others[0].astype(jnp.int32)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
