@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import jax_utils, nnx
+from flax import nnx
 
 import zenflow_jax
 from tests.mistakes import (
@@ -85,10 +85,6 @@ WRONG = {
     "send_gradients": ["later", None],
     "transfer_dtype": ["float16", 3],
     "offload": [None],
-    "channel_axis": [None],
-    "resident": [["bias"]],
-    "partition_replicated": [1],
-    "mask": [np.ones(3, bool)],
     "eps_root": [1e-8],
     "mu_dtype": [jnp.bfloat16],
     "nesterov": [True],
@@ -161,7 +157,6 @@ INJECTED = {
     "topk_ratio": 0.5,
     "update_interval": 2,
     "rolling": jnp.array(True),  # `inject_hyperparams` leaves Python bools unchanged
-    "channel_axis": -1,
     "mask": lambda count: jnp.ones_like(count),  # called like a schedule, with a count
 }
 
@@ -250,44 +245,6 @@ def test_an_unsuitable_update_is_rejected(call, exception, word):
     assert_told(lambda: jax.jit(call)(), exception, word)
 
 
-def epoch(update):
-    def step(carry, _):
-        state, params = carry
-        updates, state = update(PARAMS, state, params)
-        return (state, updates), None
-
-    return lambda state: jax.lax.scan(step, (state, PARAMS), length=2)[0]
-
-
-LOOPS = {
-    "scan": epoch,
-    "fori_loop": lambda update: (
-        lambda state: jax.lax.fori_loop(
-            0, 2, lambda _, state: update(PARAMS, state, PARAMS)[1], state
-        )
-    ),
-    "while_loop": lambda update: (
-        lambda state: jax.lax.while_loop(
-            lambda state: state.step < 2, lambda state: update(PARAMS, state, PARAMS)[1], state
-        )
-    ),
-}
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_of_steps_under_jit_is_rejected_unless_a_branch_withholds_updates(loop):
-    word = "is called inside `lax.scan`"
-    for wrap in jax.jit, lambda call: call:
-        assert_told(lambda w=wrap: w(LOOPS[loop](TX.update))(STATE), ValueError, word)
-        assert_told(lambda w=wrap: LOOPS[loop](w(TX.update))(STATE), ValueError, word)
-    if loop == "scan":
-        several = optax.MultiSteps(TX, 2)
-        with jax.numpy_dtype_promotion("standard"):
-            jax.eval_shape(epoch(several.update), several.init(PARAMS))
-    alone = make(topk_ratio=1.0)
-    jax.eval_shape(LOOPS[loop](alone.update), alone.init(PARAMS))
-
-
 def test_init_and_update_inside_shard_map_are_rejected():
     mesh = jax.sharding.Mesh([DEVICE], "data")
     everywhere = jax.sharding.PartitionSpec()
@@ -308,7 +265,6 @@ def test_a_second_update_without_exchange_returns_nan():
 
 ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
-LATE = make(send_gradients="after_step")
 
 
 def half_restored(state):
@@ -320,8 +276,7 @@ NO_ENGINE = [
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
     (lambda: engine(state=ADAM), ValueError, NO_STATE),
     (lambda: engine(state=nnx.state(nnx_optimizer(optax.adam(1.0)))), ValueError, NO_STATE),
-    (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), ValueError, "make several states"),
-    (lambda: engine(*jax_utils.replicate((PARAMS, STATE))), ValueError, "instead of `pmap`"),
+    (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), TypeError, "only 0-dim"),
     (lambda: engine(nnx_model()), ValueError, "nnx.state(model)"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "ShapeDtypeStruct"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "at .step, .skipped"),
@@ -330,7 +285,6 @@ NO_ENGINE = [
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),
     (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "without `optax.flatten`"),
-    (lambda: engine(state=optax.MultiSteps(LATE, 2).init(PARAMS)), ValueError, "MultiSteps"),
     (lambda: jax.jit(lambda p: (engine(p, TX.init(p)), p)[1])(PARAMS), TypeError, "Tracer"),
     (lambda: engine(state=step(PARAMS, STATE)[1]), ValueError, "is from step 1"),
     (lambda: engine(SQUARE), ValueError, "is float32 (3, 6)"),

@@ -263,7 +263,7 @@ class HostEngine:
         if not self._offloads:
             self._read_counts()
             return params, opt_state
-        copied = self._tokens.check_between_steps(state, "flush")
+        copied = self._tokens.check_between_steps(state)
         taken = self._checker.take(params)
         if copied:
             self._checker.check_in_place(state, taken.weights)
@@ -339,13 +339,6 @@ class HostEngine:
         self._worker.stop()
         self._mailbox.close()
         self._updates.forget()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Rejects `copy.copy`, `copy.deepcopy` and `pickle`, which all call this method."""
-        raise TypeError(
-            "An engine, or a step attached to it, cannot be copied or pickled. Save "
-            "`engine.state()` and resume with `HostEngine(params, opt_state, engine_state=...)`."
-        )
 
     def __enter__(self) -> "HostEngine":
         return self

@@ -16,12 +16,11 @@ from jaxtyping import PyTree
 
 from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.leaves import (
-    check_outside_of_loops,
     check_outside_of_shard_map,
     check_update,
 )
 from zenflow_jax._device.memory import mail_rank, to_host
-from zenflow_jax._device.state import Static, ZenFlowState, register_flax_serialization
+from zenflow_jax._device.state import Static, ZenFlowState
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import judge, split_gradient, step_selected
 from zenflow_jax._device.streamed import is_streamed, misused, parts_of
@@ -30,7 +29,6 @@ from zenflow_jax._spec.arguments import (
     NUMBERS,
     check_numbers,
     check_schedule,
-    check_selectors,
     check_transfer_dtype,
 )
 from zenflow_jax._spec.groups import assign_groups
@@ -179,9 +177,7 @@ def zenflow(
     numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
     check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
     selectors = channel_axis, resident, partition_replicated
-    check_selectors(*selectors, mask)
     rules = LeafRules(topk_ratio, *selectors, mail_dtype, mask, lr_scale, param_shardings)
-    register_flax_serialization()
 
     def init(params: PyTree) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")
@@ -199,8 +195,6 @@ def zenflow(
         del extra  # not used by Adam; a chain passes them to every transformation
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state)
-        if state.offloads:
-            check_outside_of_loops()
         scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
         return _update(updates, state, weights, scalars, max_grad_norm)
 

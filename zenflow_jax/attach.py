@@ -138,8 +138,6 @@ class attach:  # lower case, because it is called like a function
         if self._engine is not None:
             self._engine.__exit__(*error)
 
-    __reduce_ex__ = HostEngine.__reduce_ex__
-
     def _start(self, values: tuple[Any, ...]) -> None:
         if self._closed:
             raise RuntimeError(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,23 +145,6 @@ def check_outside_of_shard_map(
     if axes:
         raise ValueError(
             f"`{name}` is called inside `jax.shard_map` or `jax.pmap` over "
-            f"{', '.join(map(repr, axes))}: {remedy}. Replace `pmap` with `jit` {LOOPS}."
-        )
-
-
-LOOPS = '(docs/usage.md, "Loops that need a change")'
-# Where jax traces loops and branches, and optax's `MultiSteps`, whose branch withholds an update.
-# jax does not tell a function that it is in a loop (checked: jax 0.10.2 to 0.12.0, optax 0.2.8).
-_LOOP, _BRANCHES = "control_flow/loops.py", ("control_flow/conditionals.py", "_accumulation.py")
-
-
-def check_outside_of_loops() -> None:
-    """Rejects a step in a loop under jit, unless a branch in the loop may withhold it."""
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-    around = next((x for x in files if x.endswith((_LOOP, *_BRANCHES))), "")
-    if around.endswith(_LOOP):
-        raise ValueError(
-            "`tx.update` is called inside `lax.scan` or another loop of jax, but the host must act "
-            "between two steps: from the third on, the loss would be NaN. Jit one step, and call "
-            f"it and `exchange` in a Python loop {LOOPS}."
+            f"{', '.join(map(repr, axes))}: {remedy}. Replace `pmap` with `jit` (docs/usage.md, "
+            '"Loops that need a change").'
         )

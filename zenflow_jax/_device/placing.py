@@ -28,16 +28,10 @@ from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
 from zenflow_jax._spec.mesh import explicit_axes, placement_of
 
 
-def check_placement(
-    weights: Sequence[Any], specs: Sequence[LeafSpec], *, abstract: bool = False
-) -> None:
-    """Rejects a parameter that is not where `init` saw it: on one device, or on a mesh.
-
-    With `abstract`, `weights` are shapes with shardings. Then a mesh with one device counts as a
-    mesh, because on such a mesh, states made under jit and outside jit have different treedefs.
-    """
+def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
+    """Rejects a parameter that is not where `init` saw it: on one device, or on a mesh."""
     for weight, spec in zip(weights, specs, strict=True):
-        if not abstract and (not isinstance(weight, jax.Array) or isinstance(weight, Tracer)):
+        if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
             raise TypeError(
                 f"{spec.name} in `params` is {type(weight).__name__}, not a jax array. Use "
                 "`jax.device_put`, outside jit."
@@ -51,7 +45,7 @@ def check_placement(
                 f"{spec.name} has the sharding {weight.sharding}. Put it on one device, or use a "
                 "NamedSharding."
             )
-        if expected is None and placed is not None and (abstract or placed.mesh.size > 1):
+        if expected is None and placed is not None and placed.mesh.size > 1:
             raise ValueError(
                 f"{spec.name} has the sharding {weight.sharding}, but its state was made for one "
                 "device. Call `tx.init` outside jit, or pass `param_shardings`."
@@ -213,61 +207,8 @@ def place(params: PyTree, opt_state: PyTree) -> Any:
     return replace_state(opt_state, jax.tree.map(put, state, expected))
 
 
-def state_shardings(tx: Any, param_shapes: PyTree, param_shardings: PyTree) -> Any:
-    """Returns the shardings, with memory kinds, of the state that `tx.init` makes.
-
-    Pass them to jit (`out_shardings` of the function that makes the state, `in_shardings` and
-    `out_shardings` of the step), or to a checkpoint library for restored arrays.
-
-    Args:
-        tx: A transformation that contains `zenflow`. On a mesh, `zenflow` needs `param_shardings`.
-        param_shapes: The parameters, or their shapes from `jax.eval_shape`.
-        param_shardings: Tree of shardings like the parameters, or a prefix of it.
-
-    Returns:
-        A tree of shardings like the state. In other transformations, an array with a parameter's
-        path and shape has that parameter's sharding; all other arrays are replicated.
-
-    Raises:
-        ValueError: If `zenflow` does not know the mesh.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp, zenflow_jax
-        >>> params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
-        >>> on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        >>> tx = zenflow_jax.zenflow(1e-2)
-        >>> shardings = zenflow_jax.state_shardings(tx, params, on_device)
-        >>> shardings.mail[0].memory_kind
-        'pinned_host'
-    """
-    params = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        param_shapes,
-        jax.tree.broadcast(param_shardings, param_shapes),
-    )
-    opt_state = jax.eval_shape(tx.init, params)
-    state = find_state(opt_state)
-    weights = weights_in_place(params, state, abstract=True)
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    everywhere = paths[0][1].sharding
-    if isinstance(everywhere, NamedSharding):
-        everywhere = NamedSharding(everywhere.mesh, REPLICATED)
-
-    longest_first = sorted(paths, key=lambda pair: -len(pair[0]))
-
-    def sharding_of(path: Any, x: Any) -> Any:
-        for param_path, param in longest_first:
-            if x.shape == param.shape and path[len(path) - len(param_path) :] == param_path:
-                return param.sharding
-        return everywhere
-
-    shardings = jax.tree_util.tree_map_with_path(sharding_of, opt_state)
-    placed = jax.tree.map(lambda x: x.sharding, with_shardings(state, weights))
-    return replace_state(shardings, placed)
-
-
-def weights_in_place(params: PyTree, state: ZenFlowState, *, abstract: bool = False) -> list[Any]:
+def weights_in_place(params: PyTree, state: ZenFlowState) -> list[Any]:
     """Returns the parameters of the state's leaves, after checking their placement."""
     weights = match_leaves(params, state).weights
-    check_placement(weights, [leaf.spec for leaf in state.leaves], abstract=abstract)
+    check_placement(weights, [leaf.spec for leaf in state.leaves])
     return weights

@@ -5,13 +5,11 @@ classes. Checkpoint libraries and trainers that traverse the state find only arr
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.tree_util import SequenceKey
 from jaxtyping import Array, Float, Float32, Int32, PyTree
 
@@ -245,43 +243,6 @@ def find_state(opt_state: PyTree) -> ZenFlowState:
             f"one. {remedy}."
         )
     return states[0]
-
-
-@functools.cache
-def register_flax_serialization() -> None:
-    """Makes `flax.serialization` keep the static data, and compare arrays' shapes."""
-    # Not at import, because importing flax takes as long as importing this whole library.
-    from flax import serialization
-
-    def read_leaves(target: LeafStates, saved: PyTree) -> LeafStates:
-        leaves: Any = serialization.from_state_dict(target.leaves, saved)
-        return target.replace(leaves)
-
-    def read_leaf(leaf: LeafState, saved: PyTree) -> LeafState:
-        arrays = _arrays(leaf).items()
-        new = leaf.replace(**{x: serialization.from_state_dict(y, saved[x]) for x, y in arrays})
-        if (shapes := _shapes(new)) != (expected := _shapes(leaf)):
-            raise ValueError(
-                f"The saved state of {leaf.spec.name} has the shapes {shapes}, but the target has "
-                f"the shapes {expected}. Restore into `tx.init(params)` with the saved run's "
-                "options."
-            )
-        return new
-
-    def write_leaf(leaf: LeafState) -> dict[str, Any]:
-        return {name: serialization.to_state_dict(x) for name, x in _arrays(leaf).items()}
-
-    register = serialization.register_serialization_state
-    register(LeafStates, lambda x: serialization.to_state_dict(x.leaves), read_leaves)
-    register(LeafState, write_leaf, read_leaf)
-
-
-def _arrays(leaf: LeafState) -> dict[str, Any]:
-    return {name: getattr(leaf, name) for name in _ARRAYS}
-
-
-def _shapes(leaf: LeafState) -> dict[str, Any]:
-    return {name: None if x is None else np.shape(x) for name, x in _arrays(leaf).items()}
 
 
 def is_nnx_state(tree: PyTree) -> bool:

@@ -5,17 +5,15 @@ same objects every time.
 """
 
 import logging
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from zenflow_jax._device.leaves import LOOPS, CallerTree, Matcher
+from zenflow_jax._device.leaves import CallerTree, Matcher
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import (
     check_arrays,
@@ -25,7 +23,6 @@ from zenflow_jax._device.placing import (
 )
 from zenflow_jax._device.state import ZenFlowState, find_state, has_state
 from zenflow_jax._spec.leaf import as_pure
-from zenflow_jax._spec.rules import SendGradients
 
 _logger = logging.getLogger("zenflow_jax")
 
@@ -34,27 +31,15 @@ def checked(params: PyTree, opt_state: PyTree, fresh: bool) -> tuple[ZenFlowStat
     """Returns the state and each leaf's parameter. A `fresh` state must come from `tx.init`."""
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
-    wrapped = state.offloads and _is_wrapped(opt_state, state)
-    if state.offloads:
-        _warn_about_later_transformations(opt_state)
     check_arrays(state)
-    _check_one_run(state)
     if fresh and state.offloads:
         _check_fresh(state)
     weights = weights_in_place(params, state)
     if state.offloads:
-        check_in_place(state, weights, typed=wrapped)
+        # A branch may withhold an update.
+        branches = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+        check_in_place(state, weights, typed=bool(_states(opt_state, branches)))
     return state, weights
-
-
-def _check_one_run(state: ZenFlowState) -> None:
-    """Rejects the stacked states that `jax.vmap(tx.init)` and `jax.pmap` make."""
-    shape = np.shape(state.step)
-    if shape:
-        raise ValueError(
-            f"The state has {math.prod(shape)} copies of each array, from `pmap`, `replicate` or "
-            f"`vmap`. Use `jit` instead of `pmap` {LOOPS}; for several runs, make several states."
-        )
 
 
 def _check_fresh(state: ZenFlowState) -> None:
@@ -65,37 +50,6 @@ def _check_fresh(state: ZenFlowState) -> None:
             "moments. Pass the `engine_state` that was saved with this state, or start from the "
             "parameters alone, with `tx.init(params)`."
         )
-
-
-def _is_wrapped(opt_state: PyTree, state: ZenFlowState) -> bool:
-    """Returns whether a branch may withhold an update; rejects branches jax could not trace."""
-    around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
-    if around and state.send_gradients == SendGradients.AFTER_STEP:
-        wrapper = type(around[0]).__name__.removesuffix("State")
-        raise ValueError(
-            f'`optax.{wrapper}` does not work with send_gradients="after_step", whose mail differs '
-            "in shape from a step's input. Omit one of the two (docs/gradients.md, "
-            '"Wrappers with a branch").'
-        )
-    return bool(around)
-
-
-def _warn_about_later_transformations(opt_state: PyTree) -> None:
-    """Warns about transformations after zenflow, whose effect rounding may hide.
-
-    A mask after zenflow's own mask may contain all other leaves.
-    """
-    chains = jax.tree.leaves(opt_state, is_leaf=lambda x: type(x) is tuple)
-    for chain in (x for x in chains if has_state(x) and type(x) is tuple):
-        place = [has_state(x) for x in chain].index(True)
-        mask_types = optax.MaskedState if isinstance(chain[place], optax.MaskedState) else ()
-        later = [x for x in chain[place + 1 :] if not isinstance(x, mask_types)]
-        if later:
-            _logger.warning(
-                "Other transformations follow zenflow in its chain, and do not act on the host's "
-                'updates. Put zenflow last (docs/usage.md, "Changes that an engine rejects").'
-            )
-        _warn_about_later_transformations(chain[place])
 
 
 def accumulations(opt_state: PyTree) -> list[optax.MultiStepsState]:

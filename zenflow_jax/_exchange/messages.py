@@ -61,7 +61,7 @@ class Mail(_Message):
             raise RuntimeError(
                 f"The mail is from step {step} of a state that this engine did not return; the "
                 f"run's next step is {self.step}. Make an engine for each run, and pass the state "
-                "that `exchange` returned to the next step."
+                "that the last `exchange` or `flush` returned to the next step."
             )
 
 

@@ -137,26 +137,6 @@ def check_numbers(**numbers: Any) -> None:
             raise ValueError("`max_grad_norm` must be above 0, or None for no clipping, got 0.")
 
 
-def check_selectors(
-    channel_axis: object, resident: object, partition_replicated: object, mask: object
-) -> None:
-    if not callable(channel_axis):
-        kinds = "an int or a function of (path, leaf)"
-        check_int("channel_axis", channel_axis, None, kinds, _IF_INJECTED)
-    if resident is not None and not callable(resident):
-        raise TypeError(
-            f"`resident` must be None or a function of (key path, leaf), got {resident!r}. "
-            f"{_IF_INJECTED}"
-        )
-    if not callable(partition_replicated):
-        check_bool("partition_replicated", partition_replicated, " or a function of (path, leaf)")
-    if isinstance(mask, jax.Array | np.ndarray):
-        raise TypeError(
-            f"`mask` must be a tree of bools or a function of the parameters, got {mask!r}. "
-            f"{_IF_INJECTED}"
-        )
-
-
 def check_bool(name: str, value: object, or_else: str = "") -> None:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be a bool{or_else}, got {value!r}. {_IF_INJECTED}")
