@@ -115,9 +115,7 @@ class HostEngine:
             run = joining.run_state()
             offloaded = OffloadedLeaves.of(state, prefetch_bytes)
             check_pinned_memory(state, offloaded)
-            # An engine state of jax arrays is already in pinned memory, and larger than mail.
-            if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
-                pin_memory_for_mail(state, offloaded)
+            pin_memory_for_mail(state, offloaded)
             self._worker = worker = Worker(
                 state, weights, offloaded, host_kernel, threads, max_skipped, compact=compact
             )
@@ -290,18 +288,18 @@ class HostEngine:
 
         With orbax, `EngineSave` saves this state without a copy. Save the state together with the
         parameters and the optimizer state that `exchange` returned, and pass it to a new engine as
-        `engine_state`. The call waits for the host's work. All processes in a run must call it.
+        `engine_state`. The call waits for the host's work.
 
         Returns:
-            A tree of dicts, lists and arrays. The large arrays are in host memory (pinned on a
-            GPU), take 20 bytes per offloaded parameter until they are freed, and never change.
-            Shapes and placements match `abstract_engine_state(opt_state)`.
+            A tree of dicts, lists and NumPy arrays, with 20 bytes per offloaded parameter. Shapes
+            match `abstract_engine_state(opt_state)`.
 
         Raises:
             RuntimeError: If the engine is closed, has failed, or was interrupted during a call.
+            ValueError: If other processes have parts of the state.
         """
         self._settle()
-        return self._saver.tree()
+        return self._saver.snapshot(0).tree()
 
     @recorded("state")
     def snapshot(self, copy_bytes: int | None = None) -> EngineSnapshot:

@@ -151,9 +151,7 @@ def test_a_saved_state_matches_the_template_and_another_runs_state_is_rejected()
         template = zenflow_jax.abstract_engine_state(state)
         assert jax.tree.structure(real) == jax.tree.structure(template)
         for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(template), strict=True):
-            assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
-            assert isinstance(y, jax.ShapeDtypeStruct)
-            assert x.sharding.memory_kind == "pinned_host"
+            assert (type(x), x.shape, x.dtype) == (np.ndarray, y.shape, y.dtype)
         # As if another version divided leaves by a different rule.
         text = bytes(np.asarray(real[LAYOUT_NAME]))
         regrouped = real | {LAYOUT_NAME: np.frombuffer(text.replace(b"[2]", b"[1]"), np.uint8)}

@@ -29,7 +29,7 @@ from zenflow_jax._checkpoint.tree import (
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels, piece_of
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels
 from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
@@ -37,14 +37,6 @@ from zenflow_jax._host.state import HostState
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._version import LAYOUT_NAME
-
-
-def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
-    """Reads a part's piece of a leaf's restored array, wherever the array is."""
-    index, x = place_of(name, part, spec), tree[name]
-    piece = piece_of(x, index) if isinstance(x, jax.Array) else x[index]
-    # jax rejects an array in several processes that was not restored like the template.
-    return np.asarray(x)[index] if piece is None else piece
 
 
 class Joining:
@@ -132,8 +124,13 @@ def _resume_host(
     """
 
     def saved(part: Part, *names: str) -> dict[str, np.ndarray]:
-        spec = offloaded.specs[part.leaf]
-        return {name: _piece(leaves[part.leaf], name, part, spec) for name in names}
+        leaf, spec = leaves[part.leaf], offloaded.specs[part.leaf]
+        places = {name: place_of(name, part, spec) for name in names}
+        # Any other array is lazy, or NumPy's.
+        return {
+            name: (np.asarray(x) if isinstance(x, jax.Array) else x)[places[name]]
+            for name, x in ((name, leaf[name]) for name in names)
+        }
 
     def arrays(part: Part) -> dict[str, np.ndarray]:
         sums = SUMS if run.counted[part.spec.group] else ()
