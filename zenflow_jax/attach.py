@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import find_state, has_state
+from zenflow_jax._device.state import has_state
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._exchange.checks import accumulations
 
@@ -74,39 +74,23 @@ class attach:  # lower case, because it is called like a function
         put: Callable[..., Any] | None = None,
         engine_options: Mapping[str, Any] | None = None,
     ):
-        if isinstance(step, attach):
-            raise TypeError("The step is already attached. Use it as it is.")
-        if (get is None) != (put is None):
-            raise TypeError("`get` and `put` belong together. Pass both or neither.")
         if engine is not None and engine_options is not None:
             raise TypeError("An `engine` has its options. Pass `engine_options` without it.")
         self._get, self._put = get or _get, put or _put
-        self._step, self._engine, self._engine_options = step, engine, engine_options or {}
-        self._updates: int | None = None  # those that `optax.MultiSteps` has passed on
-        self._started = self._closed = False
+        self._step, self._engine_options = step, engine_options or {}
+        #: The engine; None before the first call creates it.
+        self.engine: Any = engine
         functools.update_wrapper(self, step, updated=())  # without the step's attributes
-
-    @property
-    def engine(self) -> HostEngine:
-        """Returns the engine; raises an error if the first call has not created it yet."""
-        if self._engine is None:
-            raise RuntimeError(
-                "The step has no engine before its first call. Call the step first, or pass "
-                "`attach(step, HostEngine(params, opt_state))`."
-            )
-        return self._engine
 
     def __call__(self, *args: Any, **more: Any) -> Any:
         """Takes the step, then calls `exchange`; returns the results for the next step."""
-        self._start(args)
+        before = _updates(self._arguments(args)[1])
         out = self._step(*args, **more)
         values = tuple(out) if type(out) in (tuple, list) else (out,)
         params, opt_state = self._get(*values)
-        before, self._updates = self._updates, _updates(opt_state)
-        if before is not None and self._updates == before:
+        if before is not None and _updates(opt_state) == before:
             return out  # `optax.MultiSteps` has only added to its sum
-        params, opt_state = self.engine.exchange(params, opt_state)
-        new = self._put(params, opt_state, *values)
+        new = self._put(*self.engine.exchange(params, opt_state), *values)
         if type(out) not in (tuple, list):
             return new
         return type(out)(new if type(new) is tuple else (new,))
@@ -121,36 +105,27 @@ class attach:  # lower case, because it is called like a function
         Returns:
             The same objects with these updates, to continue from.
         """
-        self._start(carried)
-        return self._put(*self.engine.flush(*self._get(*carried)), *carried)
+        params, opt_state = self._arguments(carried)
+        return self._put(*self.engine.flush(params, opt_state), *carried)
 
     def close(self) -> None:
         """Closes the engine, like `HostEngine.close`. Safe to call twice."""
-        self._closed = True
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()
 
     def __enter__(self) -> "attach":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._closed = True
-        if self._engine is not None:
-            self._engine.__exit__(*error)
+        if self.engine is not None:
+            self.engine.__exit__(*error)
 
-    def _start(self, values: tuple[Any, ...]) -> None:
-        if self._closed:
-            raise RuntimeError(
-                "The attached step is closed. Attach again from the run's last checkpoint: "
-                '`attach(step, engine_options={"engine_state": ...})`.'
-            )
-        if not self._started:
-            params, opt_state = self._get(*values)
-            find_state(opt_state)  # raises an error with a remedy
-            if self._engine is None:
-                self._engine = HostEngine(params, opt_state, **self._engine_options)
-            self._updates = _updates(opt_state)
-            self._started = True
+    def _arguments(self, values: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Returns parameters and optimizer state; makes the engine before the first step."""
+        params, opt_state = self._get(*values)
+        if self.engine is None:
+            self.engine = HostEngine(params, opt_state, **self._engine_options)
+        return params, opt_state
 
 
 def _updates(opt_state: PyTree) -> int | None:

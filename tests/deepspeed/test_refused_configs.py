@@ -70,7 +70,11 @@ def selected(strategy, interval):
         (selected("step", "auto"), {}, 'select_interval` is "auto".* a whole number '),
         (selected("epoch", 1), {}, "select_strategy`.* steps_per_epoch="),
         (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "needs a number"),
-        (scheduled("WarmupLR") | {"optimizer": REMOVE}, {}, "`scheduler.params.warmup_max_lr` is missing"),
+        (
+            scheduled("WarmupLR") | {"optimizer": REMOVE},
+            {},
+            "`scheduler.params.warmup_max_lr` is missing",
+        ),
     ],
 )
 def test_conflicting_values_are_rejected(changes, arguments, words):
