@@ -11,13 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from zenflow_jax._checkpoint.resume import Joining
 from zenflow_jax._checkpoint.saving import EngineSnapshot, Saver
 from zenflow_jax._device.gpu_faults import check_gpus
-from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, recorded
@@ -110,6 +108,8 @@ class HostEngine:
         check_one_of("check", check, ["samples", "all"])
         compact = is_compact(host_state)
         state, weights = checks.checked(params, opt_state, engine_state is None)
+        if max_skipped is not None and not state.offloads:
+            raise ValueError("`max_skipped` needs an offloaded leaf. Read the state's counts.")
         with Joining(state, weights, engine_state) as joining:
             check_gpus(devices_of(weights))
             run = joining.run_state()
@@ -120,18 +120,16 @@ class HostEngine:
                 state, weights, offloaded, host_kernel, threads, max_skipped, compact=compact
             )
             self._checker = checks.StateChecker(state, weights)
-            self._progress = progress = Progress(state.schedule, offloaded, run)
+            self._progress = progress = Progress(state.schedule, run)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
             joining.resume(run, offloaded, worker, updates)
             self._mailbox = Mailbox(worker, state)
             self._tokens = tokens = self._mailbox.tokens
-            self._lifecycle = life = Lifecycle(progress, updates.pending)
+            self._lifecycle = life = Lifecycle(updates.pending)
             self._saver = Saver(
                 state, weights, offloaded, host_kernel, tokens, worker, progress, updates, life
             )
-            # Without offloaded leaves: counts of the last step, which are read at the next call.
-            self._offloads, self._unread = state.offloads, None
             self._offloaded = offloaded
         tokens.run = joining.number
         # This must come last: a failed constructor must not leak a thread.
@@ -184,8 +182,10 @@ class HostEngine:
                 different devices.
         """
         self._check_usable()
-        if not self._offloads:
-            return self._pass(params, opt_state)
+        if not self._offloaded.specs:
+            self._checker.state(opt_state)
+            self._progress.run.step += 1
+            return params, opt_state
         boundaries = self._progress.boundaries()
         closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
         arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
@@ -226,19 +226,6 @@ class HostEngine:
             self._saver.note(taken.weights)
             return params, opt_state
 
-    def _pass(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
-        """Counts a step of a run without offloaded leaves; returns the arguments."""
-        state = self._checker.state(opt_state)
-        self._progress.run.step += 1
-        self._read_counts()
-        self._unread = _counts(state.step, state.skipped, state.skipped_in_a_row)
-        return params, opt_state
-
-    def _read_counts(self) -> None:
-        counts, self._unread = self._unread, None
-        if counts is not None:
-            self._worker.note_skipped(*read(counts).tolist())
-
     @recorded("flush")
     def flush(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
         """Merges pending updates, unless this would lose provisional steps.
@@ -258,8 +245,7 @@ class HostEngine:
         """
         self._check_usable()
         state = self._checker.state(opt_state)
-        if not self._offloads:
-            self._read_counts()
+        if not self._offloaded.specs:
             return params, opt_state
         copied = self._tokens.check_between_steps(state)
         taken = self._checker.take(params)
@@ -376,12 +362,6 @@ class HostEngine:
         self._integrity.check(self._progress.step)
         self._mailbox.drain()
         self._updates.wait()
-
-
-@jax.jit
-def _counts(*counts: jax.Array) -> jax.Array:
-    """Copies counts, because the next step may donate its state."""
-    return jnp.stack(counts)
 
 
 def _forgotten(worker: Worker, lifecycle: Lifecycle) -> None:

@@ -5,12 +5,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import optax
 from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import has_state
 from zenflow_jax._engine import HostEngine
-from zenflow_jax._exchange.checks import accumulations
 
 
 class attach:  # lower case, because it is called like a function
@@ -130,8 +131,12 @@ class attach:  # lower case, because it is called like a function
 
 def _updates(opt_state: PyTree) -> int | None:
     """Returns how many updates `optax.MultiSteps`, if present, has passed to zenflow."""
-    around = accumulations(opt_state)
-    return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
+
+    def is_around(x: Any) -> bool:
+        return isinstance(x, optax.MultiStepsState) and has_state(x)
+
+    around = [x for x in jax.tree.leaves(opt_state, is_leaf=is_around) if is_around(x)]
+    return int(read(around[0].gradient_step)) if around else None
 
 
 def _is_train_state(x: Any) -> bool:

@@ -142,7 +142,7 @@ def test_other_uses_of_streamed_weights_raise_an_error():
             "Cast or reshape it in the scan's body",
         ),
         (lambda: streaming.stream(params, after_step), "state has send_gradients='after_step'"),
-        (lambda: tx.update(params, state, weights), "from `streaming.stream`. Pass the parameters"),
+        (lambda: tx.update(params, state, weights), "has a Streamed of"),
     ):
         with pytest.raises(ValueError, match=words):
             jax.eval_shape(call)

@@ -75,7 +75,7 @@ def test_parameters_and_states_on_other_devices_are_rejected():
         (lambda: engine(w_at(on(*devices[3::-1])), tx.init(w_at(on(*devices[:4])))), of_its_state),
         (lambda: tx.init([w_at(x) for x in devices[:2]]), "Leaves are on different devices"),
         (lambda: tx.init(w_at(NamedSharding(both, P(("a", "b"))))), r"Axis 0 of \['w'\]"),
-        (lambda: engine(spread, ours.init(alone)), r"\['bias'\] .* for one device.*outside jit"),
+        (lambda: engine(spread, ours.init(alone)), r"\['bias'\] .* on one device.*outside jit"),
         (lambda: engine(alone, ours.init(spread)), r"\['bias'\] .* divided by .*out_shardings"),
         (lambda: engine(turned, ours.init(spread)), r"\['bias'\] .* divided by .*out_shardings"),
         # Created under jit, without the parameters' placement.

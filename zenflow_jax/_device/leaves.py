@@ -78,11 +78,10 @@ class Matcher:
         names = [spec.name for spec in self._specs]
         missing = [name for name in names if name not in by_name]
         if missing:
-            unknown = sorted(by_name.keys() - set(names))
             raise ValueError(
                 f"`params` lacks {first_names(missing)}, which the state was made for, among its "
-                f"{len(paths)} leaves (others are {first_names(unknown) or 'none'}). Pass the tree "
-                "that `tx.init` got: `nnx.state(model)` for nnx, and without `optax.flatten`."
+                f"{len(paths)} leaves. Pass the tree that `tx.init` got: `nnx.state(model)` for "
+                "nnx, and without `optax.flatten`."
             )
         return [by_name[name] for name in names]
 
@@ -103,36 +102,29 @@ def match_leaves(params: PyTree, state: ZenFlowState) -> CallerTree:
 
 def check_update(updates: PyTree, params: PyTree, state: Any) -> list[Any]:
     """Returns the parameters' leaves; rejects trees that do not match the state."""
-    if not isinstance(state, ZenFlowState):
+    if params is None or not isinstance(state, ZenFlowState):
         raise ValueError(
-            f"The state is a {type(state).__name__}. Pass the ZenFlowState that `tx.init(params)` "
-            "returned."
-        )
-    if params is None:
-        raise ValueError(
-            "`params` is None. Pass the parameters: `tx.update(gradients, opt_state, params)`."
+            f"The state is a {type(state).__name__}, `params` a {type(params).__name__}. Call "
+            "`tx.update(gradients, opt_state, params)` with the ZenFlowState of `tx.init(params)`."
         )
     specs = [leaf.spec for leaf in state.leaves]
     for argument, tree in (("gradients", updates), ("params", params)):
         leaves = jax.tree.leaves_with_path(tree, is_leaf=is_streamed)
-        if len(leaves) != len(specs):
+        names = [plain_name(path) for path, _ in leaves]
+        if names != [spec.name for spec in specs]:
             raise ValueError(
-                f"`{argument}` has {len(leaves)} leaves. Pass the {len(specs)} leaves that `init` "
-                "got."
+                f"`{argument}` has {len(leaves)} leaves: {first_names(names)}. Pass the "
+                f"{len(specs)} leaves that `init` got: {first_names([x.name for x in specs])}."
             )
-        for (path, x), spec in zip(leaves, specs, strict=True):
-            name, shape, is_real = plain_name(path), x.shape, jnp.issubdtype(x.dtype, jnp.floating)
-            fits = x.dtype == spec.dtype if argument == "params" else is_real
-            if (name, shape) != (spec.name, spec.shape) or not fits:
-                dtype = spec.dtype.name if argument == "params" else "real floating point"
+        for (_, x), spec in zip(leaves, specs, strict=True):
+            if argument == "params":
+                fits = x.dtype == spec.dtype and not is_streamed(x)
+            else:
+                fits = jnp.issubdtype(x.dtype, jnp.floating)
+            if x.shape != spec.shape or not fits:
                 raise ValueError(
-                    f"`{argument}` has {x.dtype} {shape} at {name}. Pass {dtype} {spec.shape} at "
-                    f"{spec.name}, like the leaf that `init` got."
-                )
-            if is_streamed(x) and argument == "params":
-                raise ValueError(
-                    f"`params` contains {name} from `streaming.stream`. Pass the parameters "
-                    "themselves."
+                    f"`{argument}` has a {type(x).__name__} of {x.dtype} {x.shape} at {spec.name}. "
+                    f"`init` got {spec.dtype.name} {spec.shape}."
                 )
     return jax.tree.leaves(params)
 

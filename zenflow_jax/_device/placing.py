@@ -25,7 +25,7 @@ from zenflow_jax._device.state import (
     replace_state,
 )
 from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
-from zenflow_jax._spec.mesh import explicit_axes, placement_of
+from zenflow_jax._spec.mesh import MeshAxes, Placement, explicit_axes, placement_of
 
 
 def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
@@ -39,30 +39,18 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         check_memory(spec.name, weight)
         if 0 in spec.shape:
             continue  # an empty leaf has no placement
-        placed, expected = placement_of(weight), spec.placement
-        if placed is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
+        where, expected = placement_of(weight), _cuts(spec.placement)
+        if where is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
             raise ValueError(
                 f"{spec.name} has the sharding {weight.sharding}. Put it on one device, or use a "
                 "NamedSharding."
             )
-        if expected is None and placed is not None and placed.mesh.size > 1:
+        if _cuts(where) != expected:
+            was = "on one device" if expected is None else f"divided by {expected[1]} of a mesh"
             raise ValueError(
-                f"{spec.name} has the sharding {weight.sharding}, but its state was made for one "
-                "device. Call `tx.init` outside jit, or pass `param_shardings`."
-            )
-        if (
-            expected is not None
-            and (expected.mesh.size > 1 or placed is not None)
-            and (
-                placed is None
-                or placed.mesh.shape_tuple != expected.mesh.shape_tuple
-                or placed.cuts != expected.cuts
-            )
-        ):
-            raise ValueError(
-                f"{spec.name} has the sharding {weight.sharding}, but in `tx.init` it was divided "
-                f"by the mesh axes {expected.block} of {dict(expected.mesh.shape)}. Keep that "
-                "sharding, for example with `jax.jit(step, out_shardings=...)`."
+                f"{spec.name} has the sharding {weight.sharding}, but was {was} in `tx.init`. Keep "
+                "its sharding, for example with `jax.jit(step, out_shardings=...)`; call `tx.init` "
+                "outside jit, or pass `param_shardings`."
             )
     devices = {frozenset(weight.sharding.device_set) for weight in weights}
     if len(devices) > 1:
@@ -71,6 +59,10 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
             f"Leaves are on different devices: {names[0]} and {names[1]}. Put them all on the same "
             "devices."
         )
+
+
+def _cuts(place: Placement | None) -> tuple[Any, MeshAxes] | None:
+    return None if place is None or place.mesh.size == 1 else (place.mesh.shape_tuple, place.cuts)
 
 
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:

@@ -5,7 +5,7 @@ classes. Checkpoint libraries and trainers that traverse the state find only arr
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -227,27 +227,12 @@ def find_state(opt_state: PyTree) -> ZenFlowState:
     """
     states = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
     if len(states) != 1:
-        kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
-        if is_nnx_state(opt_state):
-            remedy = (
-                "An `nnx.State` contains only arrays: combine it with its graphdef (`nnx.merge`), "
-                "and pass model and optimizer to `engine.exchange_nnx`"
-            )
-        elif states:
-            remedy = (
-                "Use one `zenflow` for all leaves: `lr_scale`, `mask`, `resident` and "
-                "`channel_axis` may be functions"
-            )
         raise ValueError(
-            f"The optimizer state, a {kind.__name__}, contains {len(states)} ZenFlowStates, not "
-            f"one. {remedy}."
+            f"The optimizer state, a {type(opt_state).__name__}, contains {len(states)} "
+            "ZenFlowStates, not one. Use one `zenflow` for all leaves; for flax nnx, pass an "
+            "optimizer's `opt_state`, or call `exchange_nnx`."
         )
     return states[0]
-
-
-def is_nnx_state(tree: PyTree) -> bool:
-    """Returns whether `tree` is an `nnx.State`, without importing flax."""
-    return isinstance(tree, Mapping) and type(tree).__module__.startswith("flax.nnx")
 
 
 def has_state(tree: PyTree) -> bool:

@@ -21,7 +21,7 @@ from zenflow_jax._device.placing import (
     check_placement,
     weights_in_place,
 )
-from zenflow_jax._device.state import ZenFlowState, find_state, has_state
+from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._spec.leaf import as_pure
 
 _logger = logging.getLogger("zenflow_jax")
@@ -36,9 +36,7 @@ def checked(params: PyTree, opt_state: PyTree, fresh: bool) -> tuple[ZenFlowStat
         _check_fresh(state)
     weights = weights_in_place(params, state)
     if state.offloads:
-        # A branch may withhold an update.
-        branches = (optax.MultiStepsState, optax.ApplyIfFiniteState)
-        check_in_place(state, weights, typed=bool(_states(opt_state, branches)))
+        check_in_place(state, weights, typed=_is_withheld(opt_state))
     return state, weights
 
 
@@ -52,18 +50,13 @@ def _check_fresh(state: ZenFlowState) -> None:
         )
 
 
-def accumulations(opt_state: PyTree) -> list[optax.MultiStepsState]:
-    """Returns the `optax.MultiSteps` states around zenflow's state, the outermost first."""
-    states, rest = [], opt_state
-    while inner := [x for x in _states(rest, (optax.MultiStepsState,)) if has_state(x)]:
-        states.append(inner[0])
-        rest = inner[0].inner_opt_state
-    return states
+def _is_withheld(opt_state: PyTree) -> bool:
+    """Returns whether a branch may withhold an update."""
 
+    def is_branch(x: Any) -> bool:
+        return isinstance(x, optax.MultiStepsState | optax.ApplyIfFiniteState)
 
-def _states(tree: PyTree, kinds: tuple[type, ...]) -> list[Any]:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return [x for x in nodes if isinstance(x, kinds)]
+    return any(map(is_branch, jax.tree.leaves(opt_state, is_leaf=is_branch)))
 
 
 class StateChecker:

@@ -343,13 +343,6 @@ class Worker:
         self._count(bytes_to_device=nbytes(uploads))
         self._finish(update, uploads)
 
-    def note_skipped(self, step: int, skipped: int, in_a_row: int) -> None:
-        """Notes how many steps were skipped, in a run whose steps send no mail."""
-        before = self.stats.skipped_in_a_row
-        self.stats = replace(self.stats, skipped_steps=skipped, skipped_in_a_row=in_a_row)
-        if in_a_row > before:
-            check_skipped_steps(in_a_row, step, self._max_skipped)
-
     def _count(self, **more: int) -> None:
         """Adds to the stats, and updates the memory counts."""
         counts = {name: getattr(self.stats, name) + x for name, x in more.items()}
