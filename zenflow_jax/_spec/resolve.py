@@ -41,11 +41,6 @@ def resolve_specs(params: Any, rules: LeafRules) -> tuple[LeafSpec, ...]:
     paths = jax.tree_util.tree_leaves_with_path(as_pure(params))
     if not paths:  # `params` may be any placeholder
         return ()
-    if isinstance(rules.mask, jax.Array):  # a function's result for a step count
-        raise TypeError(
-            "`mask` is an array. With `optax.inject_hyperparams`, pass "
-            "static_args=zenflow_jax.STATIC_ARGS."
-        )
     mask = rules.mask(params) if callable(rules.mask) else rules.mask
     decayed = _spread("mask", True if mask is None else mask, params, "bools")
     shardings, scales = _shardings(params, rules.param_shardings), _scales(params, rules.lr_scale)
