@@ -98,8 +98,7 @@ def _check_same_run(run: RunState, step: int, token: int, params: int) -> None:
     else:
         return
     raise ValueError(
-        f"{problem}. Save and restore parameters, optimizer state and engine state together, and "
-        "do not change them in between."
+        f"{problem}. Save and restore parameters, optimizer state and engine state together."
     )
 
 
@@ -125,17 +124,14 @@ def _resume_host(
 
     def saved(part: Part, *names: str) -> dict[str, np.ndarray]:
         leaf, spec = leaves[part.leaf], offloaded.specs[part.leaf]
-        places = {name: place_of(name, part, spec) for name in names}
-        # Any other array is lazy, or NumPy's.
-        return {
-            name: (np.asarray(x) if isinstance(x, jax.Array) else x)[places[name]]
-            for name, x in ((name, leaf[name]) for name in names)
-        }
+        return {name: leaf[name][place_of(name, part, spec)] for name in names}
 
     def arrays(part: Part) -> dict[str, np.ndarray]:
         sums = SUMS if run.counted[part.spec.group] else ()
         return saved(part, "master", "mu", "nu", "steps", *sums)
 
+    # Arrays from files are lazy, and stay so.
+    leaves = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, leaves)
     host.resume(map(arrays, offloaded.parts), run.counted, closed=sum(run.window_lengths))
     return [
         saved(part, "before")["before"] if part.spec.k else np.zeros((*part.spec.stack, 0), "i4")
@@ -152,12 +148,10 @@ def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
         raise UnfitRunError(
             f"This version reads {LAYOUT_NAME}, but `engine_state` has "
             f"{', '.join(map(str, written)) or 'none'}. Pass the result of `EngineRestore` or "
-            "`state()`. Continue another version's run with that version, or start a new run from "
-            "its parameters, with `tx.init(params)`."
+            "`state()`; continue another version's run with that version."
         )
-    run, old = decoded(names[LAYOUT_NAME], state)
     # Options come first, because different options also change the arrays.
-    new = options_of(state)
+    (run, old), new = decoded(names[LAYOUT_NAME], state), options_of(state)
     for name in [*new, *old]:
         if old.get(name) != new.get(name):
             raise UnfitRunError(
@@ -169,8 +163,7 @@ def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
     shapes = [jax.tree.map(lambda x: (*x.shape, x.dtype), x) for x in (leaves, expected)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            "The arrays in `engine_state` differ from those in `abstract_engine_state(opt_state)`. "
-            "Pass the whole result of `EngineRestore` or `engine.state()`."
+            "The arrays in `engine_state` differ from those in `abstract_engine_state(opt_state)`."
         )
     return run
 
@@ -199,10 +192,7 @@ def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) 
     leader, first = min(by_process.items())
     for process, (_, rejected, *moment) in by_process.items():
         if rejected:
-            raise ValueError(
-                f"Process {process} rejected the run. See its error message. To resume, restore "
-                "the same checkpoint in every process."
-            )
+            raise ValueError(f"Process {process} rejected the run. See its error message.")
         if moment != first[2:]:
             raise ValueError(
                 f"Process {process} restored a state from step {moment[0]}, but process {leader} "

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -89,23 +89,6 @@ class OffloadedLeaves:
     @functools.cached_property
     def firsts(self) -> tuple[Part, ...]:
         return tuple(self.parts[numbers[0]] for numbers in self.pieces)
-
-    def on_devices(
-        self,
-        leaf: int,
-        numbers_of: Callable[[int], np.ndarray],
-        put: Callable[[np.ndarray, Any], jax.Array],
-    ) -> list[jax.Array]:
-        """Puts a leaf's pieces on this process's devices, joined from their parts' values."""
-        by_position = {}
-        for numbers in self.pieces:
-            part = self.parts[numbers[0]]
-            if part.leaf == leaf:
-                ranges = [numbers_of(i) for i in numbers]
-                piece = ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
-                for position, device in zip(part.positions, part.devices, strict=True):
-                    by_position[position] = put(piece, device)
-        return [x for _, x in sorted(by_position.items())]
 
     def pick(self, values: Iterable[_T]) -> list[_T]:
         every = list(values)

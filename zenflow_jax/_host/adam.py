@@ -53,10 +53,8 @@ class HostAdam:
         self, kernel: str = "numba", threads: int | None = None, *, tile: int | None = None
     ):
         check_one_of("host_kernel", kernel, ("numba", "numpy"))
-        threads = check_int_or_none("threads", threads, 1) or max(
-            1, len(os.sched_getaffinity(0)) - 1
-        )
-        self.threads = threads
+        most = max(1, len(os.sched_getaffinity(0)) - 1)
+        self.threads = threads = check_int_or_none("threads", threads, 1) or most
         numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
         if kernel == "numba":
             self._kernel = NumbaKernel(tile or _NUMBA_TILE)
