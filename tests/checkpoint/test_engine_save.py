@@ -267,11 +267,9 @@ def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_p
             refused(ValueError, words)
         path.write_bytes(whole)
         save_as(1)
-        refused(ValueError, "also has engine-00001-of-00002.* each of 1 processes")
+        refused(ValueError, "several saves, such as engine-00001-of-00002")
         path.unlink()
-        refused(FileNotFoundError, "lacks engine-00000-of-.* each of 2 processes")
+        refused(FileNotFoundError, "lacks engine-00000-of-00002")
         training.go(1)
         save_as(0)
-        refused(
-            ValueError, "mixes files from several saves: of step 1, token .*, and of step 0, token"
-        )
+        refused(ValueError, "several saves, such as engine-00001-of-00002")

@@ -53,14 +53,13 @@ class Tokens:
         """Rejects a state without a new step since the last call, and a dropped step."""
         if state.token is self.last:
             raise RuntimeError(
-                "`exchange` got the state that it returned last, not the state of a new step. Call "
-                "it once after each step, with the step's results."
+                "`exchange` got its last result, not the state of a new step. Call it once after "
+                "each step."
             )
         if self._repeated:
             raise RuntimeError(
                 "A step was dropped: the last two calls to `exchange` got the same state. Call it "
-                "after each step, with the step's results; to continue after a trainer's last "
-                "hooks, call `flush` first."
+                "with each step's results; after a trainer's last hooks, call `flush` first."
             )
 
     def check_between_steps(self, state: ZenFlowState) -> bool:

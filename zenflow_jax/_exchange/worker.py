@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -66,7 +66,9 @@ class Worker:
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
         self._condition = threading.Condition()
         self.closed = False  # whether the thread has been told to end
-        self._failure: _Failure | None = None  # why the thread ended, unless it was closed
+        # Why and at which error the thread ended, unless it was closed.
+        self._failure: tuple[str, BaseException] | None = None
+        self.failure_raised = False  # whether the caller knows
         self._where = "the first mail"  # the thread's current work, for messages
         self._step = 0  # whose mail was taken in last
         # A daemon, so that a forgotten engine cannot keep the interpreter from exiting.
@@ -94,19 +96,14 @@ class Worker:
         # Checked after the append: the message fails, whether the failure came before or after it.
         self._break_promises()
 
-    @property
-    def failure_raised(self) -> bool:
-        return self._failure is not None and self._failure.raised
-
     def check(self) -> None:
         """Raises the failure that ended the thread, if there was one."""
         if self._failure is None:
             return
-        self._failure.raised = True
+        (reason, error), self.failure_raised = self._failure, True
         raise RuntimeError(
-            f"{self._failure.reason}. Deferred channels are not up to date, and this engine has "
-            "stopped. Resume from the last checkpoint."
-        ) from self._failure.error
+            f"{reason}. This engine has stopped. Resume from the last checkpoint."
+        ) from error
 
     def leaves(self) -> list[HostLeaf]:
         """Returns each part's host arrays, which live as long as the list."""
@@ -121,17 +118,13 @@ class Worker:
         `wait` gets a function that returns whether the worker must end; if so, `wait` returns
         False.
         """
-        on_worker_thread = threading.current_thread() is self._thread
-        if on_worker_thread:
-            work = self.recorder.works_at("wait for save", self._step)
-            may_write = wait(lambda: self.closed)
+        on_thread = threading.current_thread() is self._thread
+        work = self.recorder.works_at("wait for save", self._step) if on_thread else None
+        may_write = wait(lambda: self.closed)
+        if work is not None:
             self.recorder.works_at(*work)
-        else:
-            may_write = wait(lambda: self.closed)
-        if not may_write and not on_worker_thread:
-            raise RuntimeError("the engine was closed")
         if not may_write:
-            raise _Stop
+            raise _Stop if on_thread else RuntimeError("the engine was closed")
 
     def wait(self, future: Future, after: Any) -> Any:
         """Waits for the result of `future`, on the caller's thread.
@@ -169,7 +162,7 @@ class Worker:
     def _break_promises(self) -> None:
         if self._failure is None and not self.closed:
             return
-        error = self._failure.error if self._failure else RuntimeError("the engine was closed")
+        error = self._failure[1] if self._failure else RuntimeError("the engine was closed")
         with self._condition:
             broken = [f for message in self._messages for f in message.promises if not f.done()]
             self._messages.clear()
@@ -184,7 +177,7 @@ class Worker:
             pass
         except BaseException as error:  # noqa: BLE001 - the caller must get every error
             reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
-            self._failure = _Failure(reason, error)
+            self._failure = reason, error
         finally:
             self._break_promises()
             self._updates.clear()
@@ -352,12 +345,3 @@ class Worker:
 
 class _Stop(Exception):
     """Ends the thread of a closed engine."""
-
-
-@dataclass
-class _Failure:
-    """The error that has ended the thread."""
-
-    reason: str
-    error: BaseException
-    raised: bool = False  # whether it was raised to the caller
