@@ -346,10 +346,7 @@ class HostEngine:
 
     def _check_usable(self) -> None:
         if self._worker.closed:
-            raise RuntimeError(
-                "This engine is closed. Close an engine only after the last `flush`; for a new "
-                "run, make a new engine with `HostEngine(params, tx.init(params))`."
-            )
+            raise RuntimeError("This engine is closed. For a new run, make a new engine.")
         self._worker.check()
         if self._lifecycle.interrupted:
             raise RuntimeError(INTERRUPTED)

@@ -106,7 +106,7 @@ def test_a_gradient_that_stops_in_the_scan_is_named():
 
         return jnp.sum(streaming.scan_layers(constant, x, weights["layers"])[0])
 
-    with pytest.raises(ValueError, match=r"no gradient for .*\['layers'\].*stop_gradient"):
+    with pytest.raises(ValueError, match=r"no gradient for .*layers"):
         updates_from(jax.grad(stopped))
 
 

@@ -76,7 +76,7 @@ def test_a_state_from_another_step_or_run_is_rejected(state_of):
         run.params, run.state = state_of(run)
         run.step()
         # Errors in a step's mail are raised by its exchange or the next call.
-        words = "The mail is from|state of a new step|Make an engine for each run"
+        words = "The mail is from|state of a new step|differ from this engine's run"
         with pytest.raises(RuntimeError, match=words):
             exchange_until_noticed(run)
 

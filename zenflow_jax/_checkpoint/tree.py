@@ -21,7 +21,7 @@ from zenflow_jax._version import LAYOUT_NAME
 #: The sums of an open window's gradients and of their squares.
 SUMS = ("total", "squares")
 #: Arrays with a leaf's shape.
-WIDE = ("master", "mu", "nu", *SUMS)
+WIDE: tuple[str, ...] = ("master", "mu", "nu", *SUMS)
 # The most characters of a number in JSON.
 _NUMBER = 24
 

@@ -55,10 +55,7 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
     devices = {frozenset(weight.sharding.device_set) for weight in weights}
     if len(devices) > 1:
         names = sorted(sorted(map(str, group)) for group in devices)
-        raise ValueError(
-            f"Leaves are on different devices: {names[0]} and {names[1]}. Put them all on the same "
-            "devices."
-        )
+        raise ValueError(f"Leaves are on different devices: {names[0]} and {names[1]}.")
 
 
 def _cuts(place: Placement | None) -> tuple[Any, MeshAxes] | None:
@@ -135,10 +132,9 @@ def check_in_place(state: ZenFlowState, weights: Sequence[Any], *, typed: bool =
         names = [state.leaves[i].spec.name for i in sorted(numbers)]
         names = names or [jax.tree_util.keystr(path) for path in misplaced]
         raise ValueError(
-            f"The state of {first_names(names)} is not where `tx.init(params)` puts it: mail in "
-            "host memory, all else on the parameters' device or mesh. Before the first step, call "
-            "`zenflow_jax.place(params, opt_state)`, and pass the result's shardings to jit "
-            '(docs/usage.md, "A state in another place").'
+            f"The state of {first_names(names)} is not where `tx.init(params)` puts it. Before the "
+            "first step, call `zenflow_jax.place(params, opt_state)`, and pass the result's "
+            'shardings to jit (docs/usage.md, "A state in another place").'
         )
 
 
@@ -150,9 +146,8 @@ def check_arrays(state: PyTree, kinds: type | tuple[type, ...] = jax.Array) -> N
         names = first_names([jax.tree_util.keystr(path) for path, _ in wrong])
         raise TypeError(
             f"The optimizer state contains a {type(wrong[0][1]).__name__} instead of a jax array "
-            f"at {names}. Pass the state that `tx.init` or the step returned, outside jit; for "
-            "flax nnx, call `exchange_nnx` or `flush_nnx`. `zenflow_jax.place(params, opt_state)` "
-            "puts restored NumPy arrays on the devices."
+            f"at {names}. Pass the step's state outside jit, for flax nnx to `exchange_nnx`; "
+            "`zenflow_jax.place(params, opt_state)` puts restored NumPy arrays on the devices."
         )
 
 

@@ -44,9 +44,8 @@ def _check_fresh(state: ZenFlowState) -> None:
     step = int(read(state.step))
     if step:
         raise ValueError(
-            f"The state is from step {step}, but a new engine lacks the deferred channels' "
-            "moments. Pass the `engine_state` that was saved with this state, or start from the "
-            "parameters alone, with `tx.init(params)`."
+            f"The state is from step {step}, but a new engine lacks its moments. Pass the "
+            "`engine_state` that was saved with it, or start with `tx.init(params)`."
         )
 
 
@@ -75,10 +74,7 @@ class StateChecker:
         """Returns the state in `opt_state`."""
         state = find_state(opt_state)
         if [x.spec for x in state.leaves] != self._specs or state.schedule != self._schedule:
-            raise ValueError(
-                "The state's leaves or settings differ from this engine's run. Make an engine for "
-                "each run."
-            )
+            raise ValueError("The state's leaves or settings differ from this engine's run.")
         check_arrays([state.token])  # checking all arrays would be slow
         return state
 

@@ -252,10 +252,7 @@ class Worker:
         mail.check(step, int(sent.token))
         self.host.scalars = AdamScalars(*map(float, sent.adam))
         if not np.isfinite(self.host.scalars).all():
-            raise ValueError(
-                f"A hyperparameter is not finite at step {step}: {self.host.scalars}. Check the "
-                "learning rate schedule, and other computed hyperparameters."
-            )
+            raise ValueError(f"A hyperparameter is not finite at step {step}: {self.host.scalars}.")
         arrived = nbytes((gradients, step_scalars))
         if sent.finite:
             pieces, parts = [view(g) for g in gradients], self._offloaded.parts

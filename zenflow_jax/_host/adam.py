@@ -169,7 +169,7 @@ class HostAdam:
         if not 0 <= channels.min() <= channels.max() < n:
             raise ValueError(
                 f"Channels {channels.min()} to {channels.max()} exceed the range 0 to {n - 1}: the "
-                "optimizer state is damaged or comes from other devices. Resume from a checkpoint."
+                "optimizer state is damaged. Resume from a checkpoint."
             )
         tiles = [
             (i, i + 1, left, min(left + together, k))

@@ -138,9 +138,8 @@ def _spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
         )
     except ValueError as error:
         raise ValueError(
-            f"`{name}` has the structure {jax.tree.structure(tree)}, which is neither the "
-            f"parameters' structure nor a prefix of it: {jax.tree.structure(params)}. Pass a tree "
-            f"of {kind} with the parameters' structure."
+            f"`{name}` has the structure {jax.tree.structure(tree)}. Pass a tree of {kind} like "
+            f"the parameters, {jax.tree.structure(params)}, or a prefix of it."
         ) from error
     return values
 
