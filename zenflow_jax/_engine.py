@@ -20,7 +20,6 @@ from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, recorded
 from zenflow_jax._exchange import checks
-from zenflow_jax._exchange.flax_nnx import nnx_arrays, update_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
@@ -308,11 +307,11 @@ class HostEngine:
 
     def exchange_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
-        update_nnx(model, optimizer, *self.exchange(*nnx_arrays(model, optimizer)))
+        _in_place(self.exchange, model, optimizer)
 
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
         """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
-        update_nnx(model, optimizer, *self.flush(*nnx_arrays(model, optimizer)))
+        _in_place(self.flush, model, optimizer)
 
     def close(self) -> None:
         """Ends the thread, frees memory and drops updates. Safe to call twice or during work.
@@ -359,6 +358,16 @@ class HostEngine:
         self._integrity.check(self._progress.step)
         self._mailbox.drain()
         self._updates.wait()
+
+
+def _in_place(call: Callable[..., tuple[Any, Any]], model: Any, optimizer: Any) -> None:
+    # Importing flax takes as long as importing this whole library.
+    from flax import nnx
+
+    params, opt_state = nnx.state(model, optimizer.wrt), optimizer.opt_state
+    params, opt_state = call(nnx.as_pure(params), nnx.as_pure(opt_state))
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
 
 def _forgotten(worker: Worker, lifecycle: Lifecycle) -> None:

@@ -138,20 +138,6 @@ def test_a_state_in_device_memory_is_rejected_before_jax_reads_it_and_can_be_pla
     jax.tree.map(np.testing.assert_array_equal, *runs)
 
 
-def test_a_restored_state_that_is_typed_as_on_the_device_is_rejected_in_a_branch():
-    tx = optax.MultiSteps(TX, 1)
-    state = jax.tree.map(assembled, tx.init(PARAMS))
-    assert_told(functools.partial(HostEngine, PARAMS, state), ValueError, MISPLACED)
-    HostEngine(PARAMS, zenflow_jax.place(PARAMS, state)).close()
-    HostEngine(PARAMS, jax.tree.map(assembled, STATE)).close()  # any step accepts it
-
-
-def assembled(x):
-    """Returns an array that was assembled from pieces, as by orbax."""
-    pieces = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
-
-
 NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
 
 

@@ -115,15 +115,14 @@ def decoded(array: Any, state: ZenFlowState) -> tuple[RunState, dict[str, Any]]:
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """Returns the saved arrays for each offloaded leaf."""
-    return [_arrays_of(leaf.spec) for leaf in state.leaves if not leaf.spec.resident]
-
-
-def _arrays_of(spec: LeafSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    arrays = dict.fromkeys(WIDE, jax.ShapeDtypeStruct(spec.on_host.shape, np.float32))
-    arrays["steps"] = jax.ShapeDtypeStruct((*spec.stack, spec.n), np.int32)
-    if spec.k:  # orbax cannot write empty arrays
-        # The channels that were selected while the pending update's window was open.
-        arrays["before"] = jax.ShapeDtypeStruct((*spec.stack, spec.k), np.int32)
+    arrays: list[dict[str, jax.ShapeDtypeStruct]] = []
+    for spec in (leaf.spec for leaf in state.leaves if not leaf.spec.resident):
+        leaf = dict.fromkeys(WIDE, jax.ShapeDtypeStruct(spec.on_host.shape, np.float32))
+        leaf["steps"] = jax.ShapeDtypeStruct((*spec.stack, spec.n), np.int32)
+        if spec.k:  # orbax cannot write empty arrays
+            # The channels that were selected while the pending update's window was open.
+            leaf["before"] = jax.ShapeDtypeStruct((*spec.stack, spec.k), np.int32)
+        arrays.append(leaf)
     return arrays
 
 

@@ -100,7 +100,7 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
     )
 
 
-def _is_at(x: jax.Array, where: jax.sharding.Sharding, *, typed: bool) -> bool:
+def _is_at(x: jax.Array, where: jax.sharding.Sharding, *, typed: bool = False) -> bool:
     """Returns whether a program accepts `x` instead of an array with the sharding `where`.
 
     `typed` includes the type of arrays in host memory: a checkpoint library that assembles them
@@ -114,7 +114,7 @@ def _is_at(x: jax.Array, where: jax.sharding.Sharding, *, typed: bool) -> bool:
     return same or not x.size
 
 
-def check_in_place(state: ZenFlowState, weights: Sequence[Any], *, typed: bool = False) -> None:
+def check_in_place(state: ZenFlowState, weights: Sequence[Any]) -> None:
     """Rejects a state with arrays that are not where `tx.init` puts them.
 
     On a mesh, each device would mistake its piece of an array for other channels. Mail in device
@@ -125,7 +125,7 @@ def check_in_place(state: ZenFlowState, weights: Sequence[Any], *, typed: bool =
     misplaced = [
         path
         for (path, x), like in zip(paths, expected, strict=True)
-        if not _is_at(x, like.sharding, typed=typed)
+        if not _is_at(x, like.sharding)
     ]
     if misplaced:
         numbers = {path[1].idx for path in misplaced if path[0].name in ("leaves", "mail")}

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import optax
 from jaxtyping import PyTree
 
 from zenflow_jax._device.leaves import CallerTree, Matcher
@@ -32,30 +31,15 @@ def checked(params: PyTree, opt_state: PyTree, fresh: bool) -> tuple[ZenFlowStat
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
     check_arrays(state)
-    if fresh and state.offloads:
-        _check_fresh(state)
-    weights = weights_in_place(params, state)
-    if state.offloads:
-        check_in_place(state, weights, typed=_is_withheld(opt_state))
-    return state, weights
-
-
-def _check_fresh(state: ZenFlowState) -> None:
-    step = int(read(state.step))
-    if step:
+    if fresh and state.offloads and (step := int(read(state.step))):
         raise ValueError(
             f"The state is from step {step}, but a new engine lacks its moments. Pass the "
             "`engine_state` that was saved with it, or start with `tx.init(params)`."
         )
-
-
-def _is_withheld(opt_state: PyTree) -> bool:
-    """Returns whether a branch may withhold an update."""
-
-    def is_branch(x: Any) -> bool:
-        return isinstance(x, optax.MultiStepsState | optax.ApplyIfFiniteState)
-
-    return any(map(is_branch, jax.tree.leaves(opt_state, is_leaf=is_branch)))
+    weights = weights_in_place(params, state)
+    if state.offloads:
+        check_in_place(state, weights)
+    return state, weights
 
 
 class StateChecker:

@@ -228,7 +228,8 @@ class Worker:
         Runs in a separate thread, so that the worker can continue an update in the meantime.
         """
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(mail.step_scalars)]
-        pieces = [part.of(mail.gradients[part.leaf]) for part in self._offloaded.firsts]
+        firsts = [self._offloaded.parts[numbers[0]] for numbers in self._offloaded.pieces]
+        pieces = [part.of(mail.gradients[part.leaf]) for part in firsts]
         if mail.on_device:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
         # Mail that the step itself sent is complete when the step ends; other mail arrives later.
