@@ -40,26 +40,24 @@ class Result:
 
 
 def pack_path(
-    source: Path, target: Path | None, options: Options, *, base: Path | None = None
+    source: Path, target: Path, options: Options, *, base: Path | None = None
 ) -> list[Result]:
     """Packs a file, or all tensor files in a folder.
 
     Args:
         target: A new path, which appears when it is complete. In a folder, files that would not
-            become smaller are copied. With None, each file is replaced with its packed form; if
-            that is interrupted, the next call packs the rest.
+            become smaller are copied.
         base: The folder or file of the model that `source` was fine-tuned from.
 
     Returns:
-        The result for each file; [] if all files to replace are already packed.
+        The result for each file.
 
     Raises:
         ElvesError: If there are no files to pack, the target exists, or the bound is too large.
         OSError: If writing fails. No part of the target is left.
     """
     paths = _files(source)
-    if target is not None:
-        _expect_new(source, target)
+    _expect_new(source, target)
     packed = [path for path in paths.values() if is_packed(path)]
     with ExitStack() as stack:
         files = {
@@ -67,8 +65,6 @@ def pack_path(
             for name, path in paths.items()
             if path.suffix == SAFE and path not in packed
         }
-        if not files and packed and target is None:
-            return []
         if not files:
             reason = f": {packed[0]} is already packed" if packed else ""
             raise ElvesError(f"{source} has no safetensors files to pack{reason}.")
@@ -81,11 +77,11 @@ def pack_path(
             )
         for name, file in files.items():
             _check_bound(file.path, pieces[name], options)
-        if target is not None and source.is_dir():
+        if source.is_dir():
             target = stack.enter_context(atomic_path(target, folder=True))
         done = []
         for name, path in paths.items():
-            out = path if target is None else target / name if source.is_dir() else target
+            out = target / name if source.is_dir() else target
             out.parent.mkdir(parents=True, exist_ok=True)
             before, header = path.stat().st_size, None
             if name in files:
@@ -95,7 +91,7 @@ def pack_path(
                 header = pack(
                     out, pieces[name], options, head=head, base=folder, only_smaller=smaller
                 )
-            if header is None and target is not None:
+            if header is None:
                 shutil.copyfile(path, out)
             done.append(Result(name, header, before, out.stat().st_size))
         return done

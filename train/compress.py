@@ -12,7 +12,6 @@ does the work; docs/smaller_files.md has the results.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elves.atomic import finished
-from elves.folders import Result, check_path, pack_path, restore_path
+from elves.folders import check_path, pack_path, restore_path
 from elves.header import ElvesError
 from elves.writing import Options
 from train import Failure, command_of
@@ -43,7 +42,6 @@ class Command:
     )
     base: Path | None = option(None, "Base model; only the differences from it are stored.")
     threads: int | None = option(None, "Number of threads. Default: all cores.", above=0)
-    replace: bool = option(False, "Replace each file with its packed form; takes no TARGET.")
     restore: bool = option(False, "Restore a packed file or folder.")
     check: bool = option(False, "Decode a packed file or folder to check whether it is intact.")
 
@@ -55,53 +53,26 @@ def run(command: Command) -> None:
     begin = time.perf_counter()
     if command.check:
         files, size = check_path(command.source, base=command.base, threads=threads)
-        seconds = time.perf_counter() - begin
-        print(f"{command.source} is intact: {_files(files)}, {_bytes(size)} in {seconds:.1f} s")
+        done = f"{command.source} is intact: {files} packed files, {size / 1e6:,.1f} MB"
     elif command.restore:
-        assert command.target is not None
         files = restore_path(command.source, command.target, base=command.base, threads=threads)
-        seconds = time.perf_counter() - begin
-        print(f"restored {_files(files)} to {command.target} in {seconds:.1f} s")
+        done = f"restored {files} packed files to {command.target}"
     else:
         bound = None if command.bound is None else _number(command.bound)
         options = Options(bound=bound, threads=threads)
         packed = pack_path(command.source, command.target, options, base=command.base)
-        if not packed:
-            print(f"{command.source} is already packed: nothing to do")
-            return
-        _print_result(command, packed, time.perf_counter() - begin)
-
-
-def _print_result(command: Command, packed: Sequence[Result], seconds: float) -> None:
-    before, after = sum(r.before for r in packed), sum(r.after for r in packed)
-    print(
-        f"{command.target or command.source}: {_bytes(before)} in {_bytes(after)}, ratio "
-        f"{before / after:.3f}, in {seconds:.1f} s"
-    )
-    if command.bound is None:
-        return
-    tensors = [t for file in packed if file.header for t in file.header.tensors.values()]
-    bounded = [t for t in tensors if t.bound is not None]
-    if bounded:
-        worst = max(bounded, key=lambda t: t.error)
-        power = f" (2^{math.log2(worst.error):.2f})" if worst.error else ""
-        print(f"largest error: {worst.error:.3g}{power}, in `{worst.name}`")
-    exact = [t for t in tensors if t.dtype != "F32" and t.bytes]
-    if exact:
-        kinds = ", ".join(sorted({t.dtype for t in exact}))
-        print(f"{len(exact)} tensors ({kinds}) are lossless: a bound applies only to F32")
+        before, after = sum(r.before for r in packed), sum(r.after for r in packed)
+        sizes = f"{before / 1e6:,.1f} MB in {after / 1e6:,.1f} MB"
+        done = f"{command.target}: {sizes}, ratio {before / after:.3f}"
+    print(f"{done}, in {time.perf_counter() - begin:.1f} s")
 
 
 def _check(command: Command) -> None:
-    names = ("restore", "check", "replace", "bound")
-    flags = [f"--{name}" for name in names if getattr(command, name)]
-    if len(flags) > 1 and flags != ["--replace", "--bound"]:
+    flags = [f"--{name}" for name in ("restore", "check", "bound") if getattr(command, name)]
+    if len(flags) > 1:
         raise ElvesError(f"{flags[0]} cannot be combined with {' and '.join(flags[1:])}.")
-    in_place = command.check or command.replace
-    if in_place and command.target is not None:
-        raise ElvesError(f"{flags[0]} takes one path. Leave out {command.target}.")
-    if not in_place and command.target is None:
-        raise ElvesError("The target is missing. Pass a second path.")
+    if command.check != (command.target is None):
+        raise ElvesError("--check takes one path. For all else, pass a second path, which is new.")
     if not (command.restore or command.check) and (command.source / CHECKSUMS).is_file():
         raise ElvesError(
             f"{command.source} is a checkpoint, which no run could read if it were packed. Export "
@@ -120,22 +91,12 @@ def _number(text: str) -> float:
         ) from error
 
 
-def _files(count: int) -> str:
-    return "1 packed file" if count == 1 else f"{count} packed files"
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, 2 after an error with a message, or 130 after Ctrl-C."""
     left, place, status = "", None, 2
     try:
-        command = read_arguments(Command, argv, program=PROGRAM)
+        command = read_arguments([Command], argv, program=PROGRAM, description=Command.__doc__)[0]
         place, left = command.target or command.source, f"{command.source} is unchanged."
-        if command.replace:
-            left = f"Each file in {place} is intact, packed or not; run the same command again."
         run(command)
         return 0
     except (Failure, ElvesError) as error:

@@ -2,7 +2,7 @@
 
     python -m train.finetune configs/quickstart.toml
     python -m train.finetune configs/quickstart.toml --run first    # run again to resume
-    python -m train.finetune configs/quickstart.toml --run first --export best DIR
+    python -m train.finetune configs/quickstart.toml --run first --export 400 DIR
     python -m train.finetune configs/quickstart.toml --plan
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --mesh data=2,fsdp=4
 
@@ -13,7 +13,6 @@ Read `train` first, which is the whole job, then `run/setup.py` (the parts of a 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -41,9 +40,6 @@ from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
 from train.run.setup import evaluate, prepare, read
 from zenflow_jax.planning import LIMIT_NAME
-
-# File system errors that the user can fix.
-CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def train(command: Command, console: Console, stop: StopRequest) -> None:
@@ -78,8 +74,8 @@ def train(command: Command, console: Console, stop: StopRequest) -> None:
     processes.leave()
 
 
-def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str], None]) -> None:
-    """Writes the weights of a `checkpoint`, a step or "best", to a new or empty folder.
+def export(settings: Settings, name: str, target: Path, say: Callable[[str], None]) -> None:
+    """Writes the weights of a checkpoint to a new or empty folder; its `name` is its step.
 
     These are the validated weights, without the updates that were pending at that step.
     """
@@ -92,12 +88,9 @@ def export(settings: Settings, checkpoint: str, target: Path, say: Callable[[str
     origin = None if settings.model is None else read_folder(settings.model)
     checkpoints = SavedCheckpoints(
         folder / "checkpoints",
-        larger_is_better=settings.larger_is_better,
         describe=description_of_model(settings.subset(MODEL_SETTINGS), origin and origin.config),
-        say=say,
     )
-    labels = checkpoints.labels()
-    step = checkpoints.find(checkpoint)
+    step, labels = checkpoints.find(name)
     config = models.config_of(origin, settings)
     build = models.builder(config, settings, labels=len(labels))
     layered = models.abstract_layered(build)[1] if settings.stream == "weights" else None
@@ -131,25 +124,21 @@ def show_plan(
     report.show(plan, arguments, console)
 
 
-def find_oom(error: BaseException) -> BaseException | None:
-    """Returns the out-of-memory error in the chain of causes, if any."""
+def describe_oom(error: BaseException, run: StepSettings) -> str | None:
+    """Describes an out-of-memory error among the causes of `error`; None if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, MemoryError):
-        text = str(cause).lower()
-        is_oom = "resource_exhausted" in text or "out of memory" in text
-        if is_oom and isinstance(cause, jax.errors.JaxRuntimeError):
+        # "Out of memory" in XLA's words, too.
+        text = str(cause).lower().replace("resource_exhausted", "out of memory")
+        if isinstance(cause, jax.errors.JaxRuntimeError) and "out of memory" in text:
             break
         cause = cause.__cause__
-    return cause
-
-
-def describe_oom(error: BaseException, run: StepSettings) -> str:
-    other = "a smaller model" if run.has_masters else "--optimizer zenflow"
-    reason = str(error).partition("\n")[0]
+    if cause is None:
+        return None
     return (
         f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
-        f"{run.micro_batches} micro-batches, using {run.optimizer}: {reason} Use a --batch-size "
-        f"below {run.batch_size}, more --micro-batches, --remat, or {other}."
+        f"{run.micro_batches} micro-batches, using {run.optimizer}: {str(cause).splitlines()[0]} "
+        "Use a smaller --batch-size, more --micro-batches, --remat, or a way that --plan shows."
     )
 
 
@@ -173,18 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Failure as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:  # jax's errors are subclasses
-        oom = find_oom(error)
-        if oom is None or command is None:
+        message = command and describe_oom(error, command.settings)
+        if message is None:
             raise
-        message = describe_oom(oom, command.settings)
-    except OSError as error:
-        if error.errno not in CANNOT_WRITE or command is None:
-            raise
-        message = (
-            f"the run's files cannot be written to {command.settings.output_dir}: {error}. Free "
-            "disk space or fix the permissions, and start again with --run, which resumes from "
-            "the last checkpoint, if any."
-        )
     sys.stderr.write(f"error: {message}\n")
     return 2
 
@@ -200,10 +180,10 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
     processes.join(command.launch)
     console = Console(quiet=not processes.is_first())
     say = partial(show, console)
-    if command.export is not None:
+    if command.exporting.export is not None:
         if processes.is_first():
-            checkpoint, target = command.export
-            export(command.settings, checkpoint, Path(target), say)
+            name, target = command.exporting.export
+            export(command.settings, name, Path(target), say)
         processes.leave()
         return 0
     with StopRequest() as stop:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from tokenizers.decoders import DecodeStream
 
 from train import Failure, command_of
 from train.cli.arguments import option, read_arguments
-from train.cli.settings import PAIRS, Dir, SettingsError
+from train.cli.settings import PAIRS, SettingsError
 from train.huggingface import loading
 from train.huggingface.chat_template import ConversationError, read_template
 from train.huggingface.config import CONFIG, TASK, ModelError
@@ -58,7 +57,7 @@ class Options:
         help="Text to continue or classify, or an instruction; -: a text per line of stdin (BERT).",
         positional=True,
     )
-    model: Dir = option(help="Model folder, such as runs/NAME/model, or org/name on the Hub.")
+    model: str = option(help="Model folder, such as runs/NAME/model, or org/name on the Hub.")
     format: Literal["auto", "text", "alpaca", "chat"] = option(
         "auto", "Use of the prompt: text, an instruction or a user's message; auto: as in training."
     )
@@ -116,12 +115,10 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     graphdef, params = _load(origin, options.dtype)
     most = min(options.max_tokens, room)
     begin = time.perf_counter()
-    times: list[float] = []
     numbers: list[int] = []
     stream, written = DecodeStream(skip_special_tokens=True), ""
     choice = {"ends": prompt.ends, "sampling": options.sampling, "seed": options.seed}
     for number in continue_tokens(graphdef, params, prompt.tokens, most=most, **choice):
-        times.append(time.perf_counter())
         numbers.append(number)
         if text := stream.step(tokenizer.tokens, number):  # only whole characters
             write(text)
@@ -134,11 +131,7 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
         reason = f"cut off where the model's {origin.config.positions} positions end"
     else:
         reason = f"cut off by --max-tokens {options.max_tokens}"
-    timing = f"{times[0] - begin:.1f} s for the first"
-    if len(times) > 1:
-        rate = (len(times) - 1) / (time.perf_counter() - times[0])
-        timing += f", then {rate:.1f} tokens/s"
-    say(f"{len(numbers)} tokens, {timing}: {reason}")
+    say(f"{len(numbers)} tokens in {time.perf_counter() - begin:.1f} s: {reason}")
 
 
 def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
@@ -245,7 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        options = read_arguments(Options, arguments, program=PROGRAM)
+        kinds, about = [Options], Options.__doc__
+        (options,) = read_arguments(kinds, arguments, program=PROGRAM, description=about)
         generate(options, write, say)
     except Failure as error:
         sys.stderr.write(f"error: {error}\n")
@@ -253,9 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         write("\n")
         return 130
-    except BrokenPipeError:  # the reader has stopped reading
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return 0
 
 

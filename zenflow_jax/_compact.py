@@ -89,7 +89,7 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         return _encode_state(jax.tree.map(lax.optimization_barrier, state))
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[Any, Any]:
         state = jax.tree.map(
             lambda x: jax.tree.map(_decode, *x) if _is_codes(x) else x, state, is_leaf=_is_codes
@@ -104,23 +104,23 @@ def _names() -> str:
     return ", ".join(f"`optax.{x.__name__}`" for x in _STATES)
 
 
-def _has_moments(x: Any) -> bool:
+def _has_moments(x: object) -> bool:
     return isinstance(x, _STATES)
 
 
-def _is_codes(x: Any) -> bool:
+def _is_codes(x: object) -> bool:
     return isinstance(x, Codes)
 
 
 def _encode_state(state: PyTree) -> Any:
-    def encode_tree(x: Any, first: bool) -> Any:
+    def encode_tree(x: PyTree, first: bool) -> Any:
         if _is_codes(x):  # the result of another `compact` inside
             return x
         leaves, treedef = jax.tree.flatten(x)
         pairs = [_encode(leaf, first) for leaf in leaves]
         return Codes(*(treedef.unflatten([pair[i] for pair in pairs]) for i in range(2)))
 
-    def encode_moments(x: Any) -> Any:
+    def encode_moments(x: PyTree) -> Any:
         if not _has_moments(x):
             return x
         names = [name for name in ("mu", "nu") if name in x._fields]

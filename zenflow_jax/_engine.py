@@ -305,11 +305,11 @@ class HostEngine:
         self._settle()
         return lambda: (self._tokens.number, self._updates.loads)
 
-    def exchange_nnx(self, model: Any, optimizer: Any) -> None:
+    def exchange_nnx(self, model: object, optimizer: object) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
         _in_place(self.exchange, model, optimizer)
 
-    def flush_nnx(self, model: Any, optimizer: Any) -> None:
+    def flush_nnx(self, model: object, optimizer: object) -> None:
         """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
         _in_place(self.flush, model, optimizer)
 
@@ -326,7 +326,7 @@ class HostEngine:
     def __enter__(self) -> "HostEngine":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         ended = error is not None or self._worker.closed
         # Not for a `SystemExit`, with which all processes may leave together.
         if isinstance(error, Exception) and jax.process_count() > 1:

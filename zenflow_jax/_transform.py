@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from zenflow_jax._device.first_state import first_state
@@ -45,8 +46,8 @@ def zenflow(
     eps: jax.typing.ArrayLike = 1e-8,
     *,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
-    mask: Any | Callable[[Any], Any] | None = None,
-    lr_scale: Any | Callable[[tuple[Any, ...], Any], float] | None = None,
+    mask: PyTree | Callable[[PyTree], PyTree] | None = None,
+    lr_scale: PyTree | Callable[[KeyPath, jax.Array], float] | None = None,
     topk_ratio: float = 0.1,
     update_interval: Window = 4,
     select_interval: Select = None,
@@ -56,12 +57,12 @@ def zenflow(
     window_scaling: bool | None = True,
     provisional_share: float | None = 0.5,
     max_grad_norm: jax.typing.ArrayLike | None = None,
-    channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
-    resident: Callable[[tuple[Any, ...], Any], bool] | None = None,
-    partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool] = True,
-    param_shardings: PyTree | Callable[[Any], Any] | None = None,
+    channel_axis: int | Callable[[KeyPath, jax.Array], int] = -2,
+    resident: Callable[[KeyPath, jax.Array], bool] | None = None,
+    partition_replicated: bool | Callable[[KeyPath, jax.Array], bool] = True,
+    param_shardings: PyTree | Callable[[PyTree], PyTree] | None = None,
     send_gradients: str = "during_step",
-    transfer_dtype: Any = None,
+    transfer_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns AdamW that keeps optimizer state on the device only for large-gradient channels.
 
@@ -192,12 +193,18 @@ def zenflow(
         return first_state(params, specs, Static(in_turn, when))
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: object
     ) -> tuple[Any, Any]:
         del extra  # not used by Adam; a chain passes them to every transformation
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state)
-        scalars = _scalars_at(state.step - state.skipped, *numbers[:-1])
+        count = state.step - state.skipped  # as `optax.adamw` under `optax.apply_if_finite`
+        values = (x(count) if callable(x) else x for x in numbers[:-1])
+        # A Python float adopts the other operand's dtype.
+        rate, b1, b2, eps, decay = (
+            float(x) if isinstance(x, Real) else jnp.asarray(x, jnp.float32) for x in values
+        )
+        scalars = AdamScalars(rate, b1, b2, 1 - b1, 1 - b2, eps, decay)
         return _update(updates, state, weights, scalars, max_grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -212,7 +219,7 @@ STATIC_ARGS = tuple(name for name in inspect.signature(zenflow).parameters if na
 def _update(
     updates: PyTree,
     state: ZenFlowState,
-    weights: list[Any],
+    weights: list[jax.Array],
     scalars: AdamScalars,
     max_grad_norm: jax.typing.ArrayLike | None,
 ) -> tuple[Any, ZenFlowState]:
@@ -276,21 +283,3 @@ def _update(
         step_scalars=packed,
     )
     return jax.tree.unflatten(treedef, changes), new
-
-
-def _scalars_at(
-    count: jax.Array,
-    rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike,
-    b2: jax.typing.ArrayLike,
-    eps: jax.typing.ArrayLike,
-    decay: optax.ScalarOrSchedule,
-) -> AdamScalars:
-    """Returns the next step's hyperparameters, after `count` counted steps."""
-    # `optax.adamw` counts in the same way under `optax.apply_if_finite`.
-    numbers = (x(count) if callable(x) else x for x in (rate, b1, b2, eps, decay))
-    # A Python float adopts the other operand's dtype.
-    rate, b1, b2, eps, decay = (
-        float(x) if isinstance(x, Real) else jnp.asarray(x, jnp.float32) for x in numbers
-    )
-    return AdamScalars(rate, b1, b2, 1 - b1, 1 - b2, eps, decay)

@@ -68,11 +68,11 @@ class attach:  # lower case, because it is called like a function
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        step: Callable[..., PyTree],
         engine: HostEngine | None = None,
         *,
-        get: Callable[..., tuple[Any, Any]] | None = None,
-        put: Callable[..., Any] | None = None,
+        get: Callable[..., tuple[PyTree, PyTree]] | None = None,
+        put: Callable[..., PyTree] | None = None,
         engine_options: Mapping[str, Any] | None = None,
     ):
         if engine is not None and engine_options is not None:
@@ -83,7 +83,7 @@ class attach:  # lower case, because it is called like a function
         self.engine: Any = engine
         functools.update_wrapper(self, step, updated=())  # without the step's attributes
 
-    def __call__(self, *args: Any, **more: Any) -> Any:
+    def __call__(self, *args: PyTree, **more: PyTree) -> Any:
         """Takes the step, then calls `exchange`; returns the results for the next step."""
         before = _updates(self._arguments(args)[1])
         out = self._step(*args, **more)
@@ -117,11 +117,11 @@ class attach:  # lower case, because it is called like a function
     def __enter__(self) -> "attach":
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.engine is not None:
-            self.engine.__exit__(*error)
+            self.engine.__exit__(kind, error, trace)
 
-    def _arguments(self, values: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _arguments(self, values: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Returns parameters and optimizer state; makes the engine before the first step."""
         params, opt_state = self._get(*values)
         if self.engine is None:
@@ -132,19 +132,19 @@ class attach:  # lower case, because it is called like a function
 def _updates(opt_state: PyTree) -> int | None:
     """Returns how many updates `optax.MultiSteps`, if present, has passed to zenflow."""
 
-    def is_around(x: Any) -> bool:
+    def is_around(x: object) -> bool:
         return isinstance(x, optax.MultiStepsState) and has_state(x)
 
     around = [x for x in jax.tree.leaves(opt_state, is_leaf=is_around) if is_around(x)]
     return int(read(around[0].gradient_step)) if around else None
 
 
-def _is_train_state(x: Any) -> bool:
+def _is_train_state(x: object) -> bool:
     names = x if isinstance(x, Mapping) else dir(x)
     return "params" in names and "opt_state" in names
 
 
-def _find(values: tuple[Any, ...]) -> int:
+def _find(values: tuple[PyTree, ...]) -> int:
     """Returns the index of the train state, or of the parameters before the optimizer state."""
     for i, x in enumerate(values):
         if _is_train_state(x):
@@ -157,7 +157,7 @@ def _find(values: tuple[Any, ...]) -> int:
     )
 
 
-def _get(*values: Any) -> tuple[Any, Any]:
+def _get(*values: PyTree) -> tuple[Any, Any]:
     i = _find(values)
     if not _is_train_state(state := values[i]):
         return values[i], values[i + 1]
@@ -165,7 +165,7 @@ def _get(*values: Any) -> tuple[Any, Any]:
     return (state["params"], state["opt_state"]) if is_dict else (state.params, state.opt_state)
 
 
-def _put(params: PyTree, opt_state: PyTree, *values: Any) -> Any:
+def _put(params: PyTree, opt_state: PyTree, *values: PyTree) -> Any:
     i = _find(values)
     if not _is_train_state(state := values[i]):
         return (*values[:i], params, opt_state, *values[i + 2 :])

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
@@ -35,7 +36,7 @@ def stream(
     params: PyTree,
     opt_state: PyTree,
     *,
-    where: Callable[[tuple[Any, ...], Any], bool] | None = None,
+    where: Callable[[KeyPath, jax.Array], bool] | None = None,
 ) -> Any:
     """Returns the parameters, with scanned layers wrapped for `scan_layers`.
 
@@ -93,7 +94,10 @@ def stream(
 
 
 def _is_layer(
-    leaf: LeafState, path: Any, weight: Any, where: Callable[[Any, Any], bool] | None
+    leaf: LeafState,
+    path: KeyPath,
+    weight: jax.Array,
+    where: Callable[[KeyPath, jax.Array], bool] | None,
 ) -> bool:
     """Returns whether to stream a leaf: if `where` is true, or by default if possible."""
     stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
@@ -107,7 +111,7 @@ def _is_layer(
     return chosen
 
 
-def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def stream_scans(loss_fn: Callable[..., PyTree]) -> Callable[..., Any]:
     """Makes a model's own scans stream, without a change to the model.
 
     The loss is traced, and `scan_layers` replaces each scan over arrays of `stream`. A scan may be
@@ -137,13 +141,13 @@ def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(loss_fn)
-    def streaming_loss(*args: Any, **kwargs: Any) -> Any:
+    def streaming_loss(*args: PyTree, **kwargs: PyTree) -> Any:
         leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_streamed)
         stacks = {i: x for i, (_, x) in enumerate(leaves) if is_streamed(x)}
         if not stacks:
             return loss_fn(*args, **kwargs)
 
-        def plain_loss(weights: dict[int, Any]) -> Any:
+        def plain_loss(weights: dict[int, jax.Array]) -> Any:
             arrays = [weights.get(i, x) for i, (_, x) in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(treedef, arrays)
             return loss_fn(*args, **kwargs)
@@ -155,8 +159,14 @@ def stream_scans(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scan_layers(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: PyTree, layers: PyTree, **options: Any
-) -> tuple[Any, Any]:
+    body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    carry: PyTree,
+    layers: PyTree,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    length: int | None = None,
+) -> tuple[PyTree, PyTree]:
     """Runs `jax.lax.scan` over layers that stream gradients.
 
     Args:
@@ -164,7 +174,7 @@ def scan_layers(
             `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
         carry: The first layer's input.
         layers: A tree of arrays stacked along axis 0, which may come from `stream`.
-        options: `reverse`, `unroll` and `length` of `jax.lax.scan`.
+        reverse, unroll, length: As for `jax.lax.scan`.
 
     Returns:
         The carry after the last layer, and the stacked outputs.
@@ -186,17 +196,18 @@ def scan_layers(
         remedy = "let jit divide the batch, or scan layers that do not stream"
         check_outside_of_shard_map("streaming.scan_layers", remedy)
 
-    def streaming_body(carry: PyTree, layer: Any) -> tuple[Any, Any]:
+    def streaming_body(carry: PyTree, layer: PyTree) -> tuple[Any, Any]:
         return body(carry, _map_streamed(layer_weights, layer))
 
     def constant(layer: Streamed) -> Streamed:
         # `jax.grad` would stack the weights' derivative.
         return dataclasses.replace(layer, weights=jax.lax.stop_gradient(layer.weights))
 
-    return jax.lax.scan(streaming_body, carry, _map_streamed(constant, layers), **options)
+    layers, options = _map_streamed(constant, layers), {"reverse": reverse, "unroll": unroll}
+    return jax.lax.scan(streaming_body, carry, layers, length, **options)
 
 
-def _map_streamed(function: Callable[[Any], Any], layers: PyTree) -> Any:
+def _map_streamed(function: Callable[[Streamed], PyTree], layers: PyTree) -> Any:
     """Applies `function` to the leaves that stream."""
     return jax.tree.map(lambda x: function(x) if is_streamed(x) else x, layers, is_leaf=is_streamed)
 
@@ -240,7 +251,7 @@ def trial() -> tuple[Any, Any, Any, jax.Array]:
     opt_state = find_state(tx.init(params))._replace(step=jnp.int32(1))
 
     def loss(params: PyTree, x: jax.Array) -> jax.Array:
-        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
             return x + jnp.tanh(x @ w["up"]) @ w["down"], None
 
         return jnp.mean(scan_layers(layer, x, params)[0] ** 2)

@@ -166,7 +166,7 @@ def test_where_accepts_only_layers():
 def test_a_device_that_streams_wrong_gradients_is_rejected(monkeypatch):
     right = streaming.layer_weights
     monkeypatch.setattr(streaming, "layer_weights", lambda layer: 2 * right(layer))
-    with pytest.raises(RuntimeError, match=r"differ by .*%.* `--stream none`"):
+    with pytest.raises(RuntimeError, match=r"differ by .*%.*`--stream none`"):
         streaming.check_device()
 
 

@@ -52,17 +52,6 @@ def test_a_packed_folder_loads_as_the_same_model_or_within_its_bound(packed_llam
     assert 2**-14 < max(jax.tree.leaves(errors)) <= 2**-12
 
 
-def test_replacing_keeps_packed_files_and_files_that_would_not_shrink(model, tmp_path, capsys):
-    small = shutil.copytree(FIXTURES / "llama2", tmp_path / "small")
-    expected = {}
-    for folder, line in ((small, "ratio 1.0"), (model, "ratio 1.2"), (model, "is already packed")):
-        assert compress.main([str(folder), "--replace"]) == 0
-        assert line in capsys.readouterr().out
-        content = (folder / "model.safetensors").read_bytes()
-        assert expected.setdefault(folder, content) == content
-    assert expected[small] == (FIXTURES / "llama2" / "model.safetensors").read_bytes()
-
-
 def test_a_model_with_a_damaged_tensor_cannot_be_loaded(packed_llama, capsys):
     model = packed_llama()
     path = model / "model.safetensors"
@@ -97,8 +86,8 @@ def test_a_packed_folder_is_restored_and_checked(model, tmp_path, capsys):
 def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent)
     for arguments, message in (
-        ("model", "Pass a second path"),
-        ("model out --replace", "--replace takes one path"),
+        ("model", "pass a second path"),
+        ("model out --check", "--check takes one path"),
         ("model out --bound small", "must be a number above 0, such as 2^-24"),
         ("model out --threads 0", "`threads`: must be a finite number above 0"),
         ("model --check", "model has no packed files"),
@@ -114,7 +103,6 @@ def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
 
 def test_a_checkpoint_is_not_packed(model, tmp_path, capsys):
     (model / "checksums.json").write_text("{}")
-    for arguments in ([str(model), str(tmp_path / "new")], [str(model), "--replace"]):
-        assert compress.main(arguments) == 2
-        assert "is a checkpoint, which no run could read" in capsys.readouterr().err
+    assert compress.main([str(model), str(tmp_path / "new")]) == 2
+    assert "is a checkpoint, which no run could read" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -218,6 +218,6 @@ def test_a_base_makes_a_packed_model_smaller_and_is_needed_to_read_it(tmp_path):
     with pytest.raises(elves.ElvesError, match="`base`: .* have no tensor with the same name"):
         pack_path(*place, Options(), base=tmp_path / "moved")
     # A packed base also works.
-    pack_path(tmp_path / "moved", None, Options())
-    restore_path(tmp_path / "out", tmp_path / "back2", base=tmp_path / "moved")
+    pack_path(tmp_path / "moved", tmp_path / "packed", Options())
+    restore_path(tmp_path / "out", tmp_path / "back2", base=tmp_path / "packed")
     assert content(tmp_path / "back2") == content(source)

@@ -2,7 +2,7 @@
 
 import json
 import os
-import re
+import shutil
 import weakref
 from pathlib import Path
 
@@ -72,14 +72,13 @@ def test_an_interrupted_epoch_is_bit_identical_after_it_resumes(tmp_path, capsys
     config = write_config(tmp_path, **language(data) | {"model": str(origin)} | more)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert finetune.main([config, "--run", whole.name]) == 0
-    assert re.search(r"only \d+ steps: pass --epochs \d+ for 1\d\d, or a", capsys.readouterr().out)
     cut_short(whole, cut, after=10)
     flip_a_bit(largest_file(cut / "checkpoints" / "10"))
+    assert finetune.main([config, "--run", cut.name]) == 2
+    assert "checkpoint 10 in " in capsys.readouterr().err
+    shutil.rmtree(cut / "checkpoints" / "10")
     assert finetune.main([config, "--run", cut.name]) == 0
-    shown = capsys.readouterr().out
-    assert "checkpoint 10 is damaged: " in shown
-    assert "resuming from checkpoint 5" in shown
-    assert (cut / "checkpoints" / "damaged-10").is_dir()
+    assert "resuming from checkpoint 5" in capsys.readouterr().out
     before, *weights = (
         load_file(folder / "model.safetensors")
         for folder in (origin, whole / "model", cut / "model")

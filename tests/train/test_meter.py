@@ -1,18 +1,12 @@
-"""A run's results: its meter, its count of skipped steps, and the trackers in `--report-to`."""
-
-import sys
-import types
-from pathlib import Path
+"""A run's results: its meter, and its count of skipped steps."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 from train.cli.settings import Settings
-from train.log.meter import Meter, NotFiniteError, Row
-from train.log.run_log import RunLog, reporter
+from train.log.meter import Meter, NotFiniteError
 from train.run.optimizers import make_optimizer, skipped_steps
 
 
@@ -96,43 +90,3 @@ def test_a_run_stops_after_too_many_consecutive_skipped_steps_or_if_all_are_skip
     with pytest.raises(NotFiniteError, match="steps 7 to 8 were skipped"):
         counted([6, 7], steps_done=6, state=state)
     counted([], steps_done=6, state=state)  # without steps, no verdict
-
-
-def logged(folder, to):
-    """Writes a log of two rows and a validation."""
-    options = {"steps": 8, "console": Console(quiet=True)}
-    with RunLog(folder, reporter=to, **options) as log:
-        log.add(Row(4, 2.5, float("nan"), 0.0, 1))
-        log.add(Row(8, 2.0, 10.0, 0.25, 0))
-        log.validation(8, {"loss": 1.5})
-
-
-FIRST = {"train/loss": 2.5, "train/wait_share": 0.0, "train/skipped": 1}
-SECOND = {"train/loss": 2.0, "train/tokens_per_s": 10.0, "train/wait_share": 0.25}
-EXPECTED = [(4, FIRST), (8, SECOND | {"train/skipped": 0}), (8, {"validation/loss": 1.5})]
-
-
-@pytest.mark.parametrize("kind", ["trackio", "wandb"])
-def test_trackio_and_wandb_get_results_by_step_and_resume_the_same_run(tmp_path, monkeypatch, kind):
-    runs, calls = [], []
-
-    def init(**options):
-        runs.append(options)
-        return types.SimpleNamespace(
-            log=lambda figures, step: calls.append((step, figures)),
-            finish=lambda: calls.append("finished"),
-        )
-
-    monkeypatch.setitem(sys.modules, kind, types.SimpleNamespace(init=init))
-    folder = Path("001-zenflow")
-    for place in ("a", "a", "b"):  # and a run with the same name elsewhere
-        (tmp_path / place / folder).mkdir(parents=True, exist_ok=True)
-        monkeypatch.chdir(tmp_path / place)
-        logged(folder, reporter(kind, folder, config={"steps": 8}))
-    assert calls == [*EXPECTED, "finished"] * 3
-    assert runs[0] == runs[1]
-    assert (runs[0] == runs[2]) == (kind == "trackio")
-    expected = {"project": "zenflow_jax", "name": folder.name, "resume": "allow"}
-    assert expected.items() <= runs[0].items()
-    assert runs[0]["config"] == {"steps": 8}
-    assert runs[0].get("dir") == (folder.name if kind == "wandb" else None)

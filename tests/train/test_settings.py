@@ -1,5 +1,6 @@
 """A run's settings: the config file, the command line, and rejected values."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -51,20 +52,19 @@ def test_built_in_configs_are_read(path):
     assert load_settings(path).output_dir.startswith("runs/")
 
 
-def test_a_run_cannot_be_started_from_its_settings_in_another_folder(tmp_path, monkeypatch):
-    run = tmp_path / "runs" / "first"
+def test_the_settings_in_a_runs_folder_mean_this_folder_wherever_it_is(tmp_path, monkeypatch):
+    run = tmp_path / "moved" / "first"
     (run / "checkpoints").mkdir(parents=True)
     (run / "settings.toml").write_text('output_dir = "runs"\n')
-    monkeypatch.chdir(tmp_path)
-    config = str(run / "settings.toml")
-    read_command_line([config, "--run", "first"], program="train")
-    monkeypatch.chdir(run)
-    for path in (config, "settings.toml"):
-        with pytest.raises(SettingsError, match="folder where it was started"):
-            read_command_line([path, "--run", "first"], program="train")
-    read_command_line([config, "--run", "second"], program="train")
-    options = ["--run", "first", "--output-dir", str(run.parent)]
-    read_command_line([config, *options], program="train")
+    for where, config, place in (
+        (tmp_path, run / "settings.toml", run.parent),
+        (tmp_path, "moved/first/settings.toml", "moved"),
+        (run, "settings.toml", ".."),
+    ):
+        monkeypatch.chdir(where)
+        read = functools.partial(read_command_line, program="train")
+        assert read([str(config)]).settings.output_dir == str(place)
+        assert read([str(config), "--output-dir", "other"]).settings.output_dir == "other"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.cli.settings import ON_DEVICE, SettingsError, option_words
+from train.cli.settings import ON_DEVICE, SettingsError
 from train.model.decoder import parts_that_stream
 
 # Settings that a resumed run may change; the library has its own list. `eval_batches` must stay the
@@ -15,7 +15,7 @@ MAY_CHANGE = frozenset(
     "model data chat_template steps epochs learning_rate schedule "
     "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
     "prefetch_bytes send_gradients layer_inputs layer_updates mesh remat stream log_every "
-    "evaluate_every save_every keep keep_best output_dir run report_to "
+    "evaluate_every save_every keep keep_best output_dir run "
     "max_skipped b1 b2 eps".split()
 )
 
@@ -46,30 +46,19 @@ def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dic
     settings = {**settings, "stream": stream if in_parts else "none"}
     # Array shapes do not reveal everything: the rotations' base, for example, is missing.
     model = {} if config is None else {name: str(x) for name, x in config._asdict().items()}
-    return {"settings": settings, "stream": stream, "model": model}
+    return {"settings": settings, "model": model}
 
 
-def check_same_run(
-    folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], *, otherwise: str
-) -> None:
+def check_same_run(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises `SettingsError` if the checkpoint's description `saved` belongs to another run."""
-    for name, value in wanted["settings"].items():
-        before = saved["settings"].get(name, value)
-        if before != value:
-            if name == "stream":  # as passed, not as compared
-                before, value = saved.get(name, before), wanted[name]
-            extra = "--full-warm-up-share None " if name == "full_warm_up_rounds" else ""
-            raise SettingsError(
-                f"`{name}`: is {value}, but was {before} in the run that wrote {folder}. "
-                f"Pass {extra}{' '.join(option_words(name, before))}, {otherwise}"
-            )
-    for name, value in wanted["model"].items():
-        before = saved.get("model", {}).get(name, value)
-        if before != value:
-            raise SettingsError(
-                f"`model`: its config.json has the {name} {value}, but the model in {folder} has "
-                f"{before}. Pass that run's model."
-            )
+    for kind, where in (("settings", ""), ("model", " in the model's config.json")):
+        for name, value in wanted[kind].items():
+            before = saved.get(kind, {}).get(name, value)
+            if before != value:
+                raise SettingsError(
+                    f"`{name}`{where}: is {value}, but was {before} in the run that wrote "
+                    f"{folder}. Pass that run's settings.toml as the config, or another --run."
+                )
     if saved["data"] != wanted.get("data", saved["data"]):
         raise SettingsError(
             f"the data differs from that of the run that wrote {folder}: the files (for "

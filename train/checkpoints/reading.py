@@ -1,4 +1,4 @@
-"""Reads a run's checkpoints, and finds the newest intact checkpoint and the best one.
+"""Reads a run's checkpoints, and finds the newest checkpoint and the best one.
 
 `writing.py` describes a checkpoint's contents.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,33 +48,24 @@ def check_path(folder: Path) -> None:
 class SavedCheckpoints:
     """The checkpoints of one run. Every process must make the same calls."""
 
-    # Completes the error message about a mismatch.
-    _otherwise = "or pass that run's settings.toml as the config file."
-
     def __init__(
         self,
         folder: Path,
         *,
         larger_is_better: bool = False,
         describe: Mapping[str, Any],
-        say: Callable[[str], None],
     ):
         check_path(folder)
         self._folder = folder.absolute()
         self._sign = 1 if larger_is_better else -1
         self._description = describe
-        self._say = say
-        self._damaged: list[int] = []  # steps after the newest intact checkpoint
         self._figures: dict[int, float] = {}  # validation metric by step
         for name in ("absl", "asyncio"):  # orbax logs failures here, in addition to raising them
             logging.getLogger(name).addFilter(lambda record: record.exc_info is None)
 
     def newest(self) -> int | None:
-        """Returns the step of the newest intact checkpoint; None if there are no checkpoints.
-
-        Reports newer, damaged checkpoints; raises `SettingsError` if all are damaged.
-        """
-        step = self._newest_intact() if processes.is_first() else None
+        """Returns the step of the newest checkpoint; None if there are no checkpoints."""
+        step = max(self.steps(), default=None) if processes.is_first() else None
         text = processes.from_first("" if step is None else str(step))
         return int(text) if text else None
 
@@ -84,11 +75,6 @@ class SavedCheckpoints:
             return []
         return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
 
-    def labels(self) -> tuple[str, ...]:
-        """Returns the newest intact checkpoint's class names; () if there is none."""
-        newest = self.newest()
-        return () if newest is None else tuple(self._read_run(newest)["labels"])
-
     def restore(
         self, step: int, params: Any, opt_state: Any, *, only_engine: bool = False
     ) -> Restored:
@@ -97,10 +83,10 @@ class SavedCheckpoints:
         Frees each array of `params` and `opt_state` as its restored value arrives, unless
         `only_engine`.
         """
+        folder = self._intact(step)
         run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}
         saved, others = split_arrays(fresh)
-        folder = self._folder / str(step)
         check_arrays(folder, run, describe_arrays(saved))
         arrays = saved if only_engine else self._read_state(folder, saved)
         engine_state = None
@@ -111,38 +97,34 @@ class SavedCheckpoints:
         trees = join_arrays(fresh, arrays, others)
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
 
-    def find(self, wanted: str) -> int:
-        """Finds a checkpoint by its step or by "best"."""
-        newest, steps = self.newest(), self.steps()
-        step = int(wanted) if wanted.isdecimal() else None
-        if wanted == "best" and newest is not None:
-            self._read_checked(newest)
-            step = self._best_of(steps)
-        if step not in steps:
-            listed = ", ".join(map(str, steps)) or "none"
-            rated = ", ".join(str(s) for s in steps if s in self._figures) or "none"
-            remedy = " Train with --keep-best, or pass a step." if wanted == "best" else ""
-            raise SettingsError(
-                f"`--export`: {wanted} is not a checkpoint in {self._folder}, which has {listed} "
-                f"(validated: {rated}).{remedy}"
-            )
-        self._read_checked(step)
-        return step
+    def find(self, name: str) -> tuple[int, tuple[str, ...]]:
+        """Returns the step and class names of a checkpoint of this run; rejects all others."""
+        names = [str(step) for step in self.steps()]
+        if name not in names:
+            listed = ", ".join(names) or "none"
+            raise SettingsError(f"`--export`: {name} is not in {self._folder}, which has {listed}.")
+        return int(name), tuple(self._read_checked(int(name))["labels"])
 
     def weights(self, step: int, like: Any) -> Any:
         """Restores only the parameters, in place of those in `like`, which are consumed."""
-        folder = self._folder / str(step)
-        if problem := processes.from_first(find_damage(folder) or ""):
-            raise CheckpointError(
-                f"checkpoint {step} in {self._folder} is damaged: "
-                f"{problem}. Use another one or, at the end of a run, --no-keep-best."
-            )
+        folder = self._intact(step)
         saved, others = split_arrays({"params": like, "opt_state": ()})
         run = self._read_run(step)
         arrays = {name: x for name, x in run["arrays"].items() if name.startswith("params.")}
         check_arrays(folder, {**run, "arrays": arrays}, describe_arrays(saved))
         restored = self._read_state(folder, saved, partial_restore=True)
         return join_arrays({"params": like}, restored, others)["params"]
+
+    def _intact(self, step: int) -> Path:
+        """Returns a checkpoint's folder; raises an error if it is damaged."""
+        folder = self._folder / str(step)
+        problem = find_damage(folder) if processes.is_first() else None
+        if problem := processes.from_first(problem or ""):
+            raise CheckpointError(
+                f"checkpoint {step} in {self._folder} is damaged: {problem}. Remove its folder, "
+                "and start again: the run resumes from the checkpoint before it."
+            )
+        return folder
 
     def _read_run(self, step: int) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
@@ -151,7 +133,7 @@ class SavedCheckpoints:
     def _read_checked(self, step: int) -> dict[str, Any]:
         """Reads a checkpoint's record, checks that it is from this run, and keeps its figures."""
         run, folder = self._read_run(step), self._folder / str(step)
-        check_same_run(folder, run, self._description, otherwise=self._otherwise)
+        check_same_run(folder, run, self._description)
         self._figures = dict(run["figures"])
         return run
 
@@ -171,28 +153,6 @@ class SavedCheckpoints:
         rated = [(self._sign * self._figures[s], s) for s in steps if s in self._figures]
         # NaN is neither better nor worse. Among equals, the latest wins.
         return max((pair for pair in rated if not math.isnan(pair[0])), default=(0, None))[1]
-
-    def _newest_intact(self) -> int | None:
-        damaged: dict[int, str] = {}
-        try:
-            for step in reversed(self.steps()):
-                if (problem := find_damage(self._folder / str(step))) is None:
-                    self._damaged = list(damaged)
-                    for newer, problem in damaged.items():
-                        self._say(f"checkpoint {newer} is damaged: {problem}. {step} is intact.")
-                    return step
-                damaged[step] = problem
-        except OSError as error:
-            raise SettingsError(
-                f"cannot read the checkpoints in {self._folder}: {error}."
-            ) from error
-        if damaged:
-            listed = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())
-            raise SettingsError(
-                f"all checkpoints in {self._folder} are damaged "
-                f"({listed}). Restore a copy, or pass another --run to start again."
-            )
-        return None
 
 
 def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,7 +4,6 @@
     checkpoints/300/engine  the engine's state, written from its own memory
     checkpoints/300/run     step, settings, array names, metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file in these folders
-    checkpoints/damaged-400   a damaged checkpoint, which is ignored
 
 The step is the position in the data (`tasks/batches.py`). A checkpoint gets its final name when it
 is complete. orbax decodes most flipped bits without an error, so `reading.py` compares checksums
@@ -17,12 +16,8 @@ import contextlib
 import dataclasses
 import json
 import re
-import shutil
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,57 +33,24 @@ from train.checkpoints.reading import (
 )
 from train.distributed import processes
 
-# After a failed last save: how long nothing may be written until the run ends, and at most.
-_QUIET_S, _LIMIT_S = 1.0, 20.0
-
 
 class Checkpoints(SavedCheckpoints):
     """Writes a run's checkpoints, and keeps the newest `keep`."""
-
-    _otherwise = "or pass another --run to start again."
 
     def __init__(self, folder: Path, *, keep: int, keep_best: bool, **reading: Any):
         super().__init__(folder, **reading)
         self._keep = keep
         self._keep_best = keep_best
         self._writing: int | None = None  # the step of the pending save
-        self._failed: str | None = None  # the error of the last save
-        self._unwritten: int | None = None  # its step
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
-        self._unraisable = sys.unraisablehook
-        sys.unraisablehook = partial(_ignore_late_writes, self._unraisable)
         return self
 
     def __exit__(self, *exception) -> None:
         self.wait()
         if self._manager is not None:  # None after a failed save
             self._manager.close()
-        if self._failed is None:
-            sys.unraisablehook = self._unraisable
-            return
-        # After a failure, pending reads or writes may end later, and writes create their folder
-        # again; orbax and tensorstore cannot be asked whether any are left.
-        quiet_since = start = time.monotonic()
-        while time.monotonic() - quiet_since < _QUIET_S and time.monotonic() - start < _LIMIT_S:
-            if self._remove_unnamed(self._unwritten):
-                quiet_since = time.monotonic()
-            time.sleep(_QUIET_S / 20)
-
-    def rename_damaged(self) -> None:
-        """Renames the damaged checkpoints that `newest` skipped."""
-        if processes.is_first():
-            for step in self._damaged:
-                old = self._folder / str(step)
-                # `_seal` would mistake a name that begins with the step for a new save.
-                new, number = old.with_name(f"damaged-{step}"), 1
-                while new.exists():
-                    number += 1
-                    new = old.with_name(f"damaged-{step}-{number}")
-                old.rename(new)
-                self._say(f"renamed the damaged checkpoint {old} to {new.name}; you can delete it")
-        processes.from_first("")  # no other process reads the folder before this
 
     def save(
         self,
@@ -103,14 +65,13 @@ class Checkpoints(SavedCheckpoints):
 
         Waits for the previous save, and until the device has finished `step` and the writer has
         copies. On a CPU, the writer reads the arrays themselves, which the runtime does not donate
-        in the meantime (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is printed,
-        not raised; the next save tries again. `progress` must be JSON; `figure`, from a validation,
-        decides which checkpoint is best.
+        in the meantime (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). This call or a later
+        one raises a failure as a `CheckpointError`. `progress` must be JSON; `figure`, from a
+        validation, decides which checkpoint is best.
         """
         if figure is not None:
             self.rate(step, figure)
         self.wait()
-        self._failed = None
         saved, _ = split_arrays({"params": params, "opt_state": opt_state})
         run = {
             **self._description,
@@ -134,22 +95,16 @@ class Checkpoints(SavedCheckpoints):
             self._opened().save(step, args=ocp.args.Composite(**items), force=True)
 
     def poll(self) -> None:
-        """Prints an error if the pending save has failed, without waiting."""
+        """Raises an error if the pending save has failed, without waiting."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the pending save; prints an error if it has failed."""
+        """Waits for the pending save; raises an error if it has failed."""
         if self._writing is not None:
             with self._failures():
                 self._opened().wait_until_finished()
             self._writing = None
-
-    def finish(self) -> None:
-        """Waits for the last save; raises `CheckpointError` if it has failed."""
-        self.wait()
-        if self._failed:
-            raise CheckpointError(self._failed)
 
     def rate(self, step: int, figure: float) -> None:
         self._figures[step] = figure
@@ -193,21 +148,10 @@ class Checkpoints(SavedCheckpoints):
         # orbax's thread calls this in process 0 after all processes have written their files and
         # before the folder gets its final name (checked on orbax 0.12.8, which has no other such
         # hook).
-        (folder,) = self._unnamed(self._writing)
+        # The suffix is needed, because a name that begins with the number could be a user's copy.
+        (folder,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
         text = json.dumps(checksums(folder), indent=1)
         (folder / CHECKSUMS).write_text(text, encoding="utf-8")
-
-    def _unnamed(self, step: int | None) -> list[Path]:
-        """Returns the step's checkpoint under its temporary name."""
-        # The suffix is needed, because a name that begins with the number could be a user's copy.
-        return list(self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"))
-
-    def _remove_unnamed(self, step: int | None) -> bool:
-        """Removes what a failed save left, which only costs disk space; returns whether it did."""
-        folders = self._unnamed(step) if processes.is_first() else []
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        return bool(folders)
 
     @contextlib.contextmanager
     def _failures(self):
@@ -220,24 +164,20 @@ class Checkpoints(SavedCheckpoints):
                 raise
             text = " ".join(str(error).split())
             got = text if len(text) < 300 else f"{text[:100]} ... {text[-200:]}"
-            self._failed = (
-                f"checkpoint {self._writing} cannot be written to {self._folder}: "
-                f"{got}. Free disk space or fix the permissions; older "
-                "checkpoints are unchanged."
-            )
-            self._say(f"error: {self._failed}")
             # At exit, Python warns about writes that never started, after the message that matters
             # (orbax 0.12.8).
             unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
             warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
-            # The old manager would keep the unwritten arrays (orbax 0.12.8).
+            step, self._writing = self._writing, None
             failed, self._manager = self._manager, None
             if failed is not None:
                 # A save writes in several threads; this raises the errors after the first.
                 with contextlib.suppress(OSError, ValueError):
                     failed.close()
-            self._remove_unnamed(self._writing)
-            self._unwritten, self._writing = self._writing, None
+            raise CheckpointError(
+                f"checkpoint {step} cannot be written to {self._folder}: {got}. Free disk space or "
+                "fix the permissions, and start again with --run: older checkpoints are unchanged."
+            ) from error
 
 
 @dataclasses.dataclass
@@ -253,10 +193,3 @@ class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
         if self.best is not None:
             kept.add(self.best(steps))
         return [step in kept for step in steps]
-
-
-def _ignore_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:
-    """Ignores writes after orbax has closed its event loop (orbax 0.12.8)."""
-    error = unraisable.exc_value
-    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-        report(unraisable)

@@ -1,8 +1,7 @@
 """Reads command lines into dataclasses with argparse, and explains a mistake in one line.
 
 A field that is an `option` has its name, type, default, help and limits in one place. The help
-groups options by the class that declares them; a field that is a dataclass stands for its options.
-A type such as `Annotated[str, "DIR"]` sets the value's name in the help.
+groups options by the class that declares them.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, field, fields
 from functools import partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from train import Failure
 
@@ -60,9 +59,17 @@ def out_of_bounds(options: Any) -> Iterator[tuple[str, str]]:
 
 
 def read_arguments(
-    kind: type, argv: Sequence[str] | None, *, program: str, default: Any = None
-) -> Any:
-    """Reads the arguments `argv` into an object of the dataclass `kind`; `--help` exits."""
+    kinds: Sequence[type],
+    argv: Sequence[str] | None,
+    *,
+    program: str,
+    description: str | None,
+    defaults: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Reads the arguments `argv` into an object of each dataclass; `--help` exits.
+
+    The `defaults` override those of the dataclasses.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if "--version" in argv:
         import zenflow_jax  # imports jax, which takes a second
@@ -71,15 +78,18 @@ def read_arguments(
         raise SystemExit
     # As wide as the terminal, or 100 columns without a terminal.
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    positional = [x.name for x in fields(kind) if x.metadata.get("positional")]
+    specs = [spec for kind in kinds for spec in fields(kind)]
+    positional = [x.name.upper() for x in specs if x.metadata["positional"]]
     parser = _Parser(
-        usage=" ".join([program, *map(str.upper, positional), "[--option value ...]"]),
-        description=kind.__doc__,
+        usage=" ".join([program, *positional, "[--option value ...]"]),
+        description=description,
         allow_abbrev=False,
         formatter_class=partial(argparse.HelpFormatter, width=width, max_help_position=30),
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
-    _add_options(parser, kind, default, {kind: parser})
+    groups: dict[type, Any] = {kinds[0]: parser}
+    for kind in kinds:
+        _add_options(parser, kind, defaults or {}, groups)
     # Names with underscores also work.
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
     values, unknown = parser.parse_known_args(words)
@@ -88,7 +98,12 @@ def read_arguments(
             f"unknown: {' '.join(unknown)}. All options are in {program} --help. Quote a text with "
             "spaces."
         )
-    return _build(kind, vars(values))
+    built = [kind(**{x.name: getattr(values, x.name) for x in fields(kind)}) for kind in kinds]
+    for options in built:
+        for name, expected in out_of_bounds(options):
+            value = getattr(options, name)
+            raise ArgumentError(f"`{name}`: must be {expected}, but is {value}.")
+    return built
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,15 +111,14 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentError(message.removeprefix("argument "))
 
 
-def _add_options(parser: _Parser, kind: Any, default: Any, groups: dict[type, Any]) -> None:
+def _add_options(
+    parser: _Parser, kind: Any, defaults: Mapping[str, Any], groups: dict[type, Any]
+) -> None:
     """Adds the fields of a dataclass, each to the group of the class that declares it."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind)
     for spec in fields(kind):
         hint, name = hints[spec.name], spec.name
-        value = spec.default if default is None else getattr(default, name)
-        if is_dataclass(hint):
-            _add_options(parser, hint, value, groups)
-            continue
+        value = defaults.get(name, spec.default)
         owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
         if owner not in groups:
             groups[owner] = parser.add_argument_group((owner.__doc__ or "").rstrip("."))
@@ -131,8 +145,6 @@ def _add_options(parser: _Parser, kind: Any, default: Any, groups: dict[type, An
 def _word(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
-    if get_origin(kind) is Annotated:
-        return get_args(kind)[1]
     return {int: "INT", float: "FLOAT", NoneType: "None"}.get(kind, "TEXT")
 
 
@@ -144,15 +156,6 @@ def _read(kinds: Sequence[Any], text: str) -> Any:
             return text
         if kind is not NoneType and get_origin(kind) is not Literal:
             with contextlib.suppress(ValueError):
-                return (get_args(kind)[0] if get_origin(kind) is Annotated else kind)(text)
+                return kind(text)
     words = " or ".join(map(_word, kinds))
     raise argparse.ArgumentTypeError(f"must be {words}, but is {text!r}.")
-
-
-def _build(kind: Any, values: dict[str, Any]) -> Any:
-    """Builds the dataclass and its nested dataclasses from the values of all options."""
-    nested = {n: _build(h, values) for n, h in get_type_hints(kind).items() if is_dataclass(h)}
-    built = kind(**{spec.name: (values | nested)[spec.name] for spec in fields(kind)})
-    for name, expected in out_of_bounds(built):
-        raise ArgumentError(f"`{name}`: must be {expected}, but is {getattr(built, name)}.")
-    return built

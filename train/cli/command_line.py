@@ -1,18 +1,19 @@
 """Reads a run's settings and start options from a file and a command line.
 
 A TOML file without tables overrides the defaults of `Settings`, and options override the file;
-the other options of `Command` are never in a file. A mistake raises a `SettingsError`.
+the other options are never in a file. A mistake raises a `SettingsError`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from train import CONFIGS, Failure, command_of
 from train.cli.arguments import option, read_arguments
@@ -29,25 +30,6 @@ class Launch:
     processes: int | None = option(None, "Number of processes.")
     process: int | None = option(None, "Number of this process, from 0.")
 
-    def __post_init__(self):
-        values = {f"--{name}": value for name, value in dataclasses.asdict(self).items()}
-        named = " and ".join(name for name, value in values.items() if value is not None)
-        if not named:
-            return
-        if None in values.values():
-            raise SettingsError(f"{named} is not enough. Pass {', '.join(values)} together.")
-        host, _, port = self.coordinator.rpartition(":")
-        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-            raise SettingsError(
-                f"`--coordinator`: must be HOST:PORT, but is {self.coordinator}. Pass process 0's "
-                "machine and a free port, such as 10.0.0.1:29500."
-            )
-        if not 0 <= self.process < self.processes:
-            raise SettingsError(
-                f"`--process`: must be at least 0 and below --processes {self.processes}, but is "
-                f"{self.process}."
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
@@ -61,29 +43,26 @@ class Planning:
         None, "GPU to plan for. Default: this machine's, or h100."
     )
     host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).", above=0)
-    host_bandwidth: float | None = option(
-        None, "Speed of host memory in GB/s. Default: the usual speed for --device.", above=0
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
-    """Fine-tunes a model with the settings of a TOML file and the options that override them."""
+class Export:
+    """Export, without training."""
 
-    settings: Settings
     export: tuple[str, str] | None = option(
         None,
-        "Write the weights from a checkpoint in --run to DIR; STEP is a number or best.",
+        "Write the weights from the checkpoint of STEP in --run to DIR.",
         nargs=2,
         metavar=("STEP", "DIR"),
         type=str,
     )
-    planning: Planning = field(default_factory=Planning)
-    launch: Launch = field(default_factory=Launch)
 
 
-class PlanCommand(Command):
-    """Plans a run's memory and speed with the settings of a TOML file, without training."""
+class Command(NamedTuple):
+    settings: Settings
+    exporting: Export
+    planning: Planning
+    launch: Launch
 
 
 def shipped() -> list[str]:
@@ -99,7 +78,7 @@ def load_settings(path: str | Path) -> Settings:
     path = CONFIGS / f"{path}.toml" if path in shipped() else Path(path)
     words = ["=".join(option_words(key, value)) for key, value in _read_toml(path).items()]
     try:
-        return read_arguments(Settings, words, program=PROGRAM)
+        return read_arguments([Settings], words, program=PROGRAM, description=None)[0]
     except Failure as error:
         raise SettingsError(f"{path}: {error}") from None
 
@@ -108,6 +87,11 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
     """Reads the arguments `argv` of the command `program CONFIG.toml [--key value ...]`."""
     if argv and not argv[0].startswith("-"):
         config, overrides, settings = argv[0], list(argv[1:]), load_settings(argv[0])
+        folder, name = Path(config).parent, Path(config).name
+        # A run's own settings: its folder may have moved.
+        if name == "settings.toml" and (folder / "checkpoints").is_dir():
+            place = os.path.normpath(folder / "..")
+            settings = dataclasses.replace(settings, output_dir=place)
     elif alone := [word for word in argv if word in ("-h", "--help", "--version")]:
         config, overrides, settings = f"({' | '.join(shipped())} | FILE.toml)", alone, Settings()
     else:
@@ -116,11 +100,14 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
             f"{argv[0] if argv else 'missing'}. Pass a path, or one of {', '.join(shipped())}, as "
             f"in `{program} quickstart`."
         )
-    default = Command(settings=settings)
-    kind = PlanCommand if program == "zenflow-plan" else Command
-    command = read_arguments(kind, overrides, program=f"{program} {config}", default=default)
-    _check_place(Path(config), command.settings.output_dir, command.settings.run)
-    return command
+    kinds = [Settings, Export, Planning, Launch]
+    does = "Plans the memory and speed of a run" if program == "zenflow-plan" else "Trains a model"
+    options = {
+        "program": f"{program} {config}",
+        "description": f"{does}, with the settings of a TOML file and these options.",
+        "defaults": vars(settings),
+    }
+    return Command(*read_arguments(kinds, overrides, **options))
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
@@ -132,18 +119,6 @@ def to_toml(values: Mapping[str, Any]) -> str:
         for key, value in values.items()
         if value is not None
     )
-
-
-def _check_place(config: Path, output_dir: str, run: str | None) -> None:
-    """Raises an error if a resumable run's settings would start it again in another folder."""
-    folder = config.absolute().parent
-    if config.name != "settings.toml" or folder.name != run:
-        return
-    if (folder / "checkpoints").is_dir() and not (Path(output_dir) / run).exists():
-        raise SettingsError(
-            f"`--run`: the folder of {config} is not in {Path(output_dir).absolute()}. Start it in "
-            "the folder where it was started, because its settings contain relative paths."
-        )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

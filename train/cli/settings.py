@@ -10,12 +10,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from train import Failure
 from train.cli.arguments import option, out_of_bounds
-
-Dir, File = Annotated[str, "DIR"], Annotated[str, "FILE"]
 
 # Tasks that read an option.
 _OWN, _TEXTS = "standard_library", "language alpaca chat"
@@ -57,7 +55,7 @@ class _Group:
 class ModelSettings(_Group):
     """Model: a Hugging Face folder or, with --task standard_library, a small model."""
 
-    model: Dir | None = option(None, "Hugging Face folder, or org/name on the Hub.")
+    model: str | None = option(None, "Hugging Face folder, or org/name on the Hub.")
     width: int = option(256, "Size of the residual stream.", above=0, tasks=_OWN)
     layers: int = option(4, "Number of transformer blocks.", above=0, tasks=_OWN)
     heads: int = option(4, "Attention heads; width / heads must be even.", above=0, tasks=_OWN)
@@ -78,12 +76,12 @@ class DataSettings(_Group):
         "standard_library: bytes of Python's source files. language: text. alpaca: instructions. "
         "chat: conversations. classification: your own classes.",
     )
-    data: Annotated[str, "PATH"] | None = option(None, "File or folder; none for standard_library.")
+    data: str | None = option(None, "File or folder; none for standard_library.")
     length_buckets: int = option(4, "Number of lengths that batches are padded to.", above=0)
     text_column: str = option("text", "Column with the text.", tasks="language classification")
     second_text_column: str | None = option(None, "Pairs' second column.", tasks="classification")
     label_column: str = option("label", "Column with the label.", tasks="classification")
-    chat_template: File | None = option(None, "Jinja template. Default: the model's.", tasks="chat")
+    chat_template: str | None = option(None, "Jinja template. Default: the model's.", tasks="chat")
     validation_share: float = option(
         0.1, "Share to validate on, without validation files (val*, dev*).", tasks=_ALL
     )
@@ -185,16 +183,13 @@ class HostSettings(_Group):
 class OutputSettings(_Group):
     """Output: metrics, validations and checkpoints."""
 
-    output_dir: Dir = option("runs", "Folder for all runs.")
+    output_dir: str = option("runs", "Folder for all runs.")
     run: str | None = option(None, "Name of a new run, or of a run to resume. Default: a new run.")
     log_every: int = option(10, "Steps between rows of metrics.csv.", above=0)
     evaluate_every: int = option(
         0, "Steps between validations; 0: only before and after training.", least=0
     )
     eval_batches: int | None = option(None, "Batches per validation. Default: all.", above=0)
-    report_to: Literal["none", "trackio", "wandb"] = option(
-        "none", "Also send the metrics to this tool; needs its package."
-    )
     save_every: int = option(100, "Steps between checkpoints; 0: only at the end.", least=0)
     keep: int = option(2, "Number of newest checkpoints to keep.", above=0)
     keep_best: bool = option(False, "Keep the checkpoint with the best metric; write its weights.")

@@ -6,6 +6,7 @@ call must be the same in all processes. Only process 0 prints and writes.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 
@@ -23,11 +24,10 @@ TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
 
 def join(launch: Launch) -> None:
     """Connects this process to the others in `launch` or in SLURM's step, before jax starts."""
-    if launch.processes is not None:
+    given = dataclasses.astuple(launch)
+    if given.count(None) < len(given):  # jax rejects some without the others
         jax.distributed.initialize(
-            launch.coordinator,
-            launch.processes,
-            launch.process,
+            *given,
             cluster_detection_method="deactivate",  # the flags also apply inside a SLURM job
             **TIMEOUTS,
         )
@@ -62,13 +62,6 @@ def check_same(settings: str, data: int) -> None:
             f"the settings or data of process {', '.join(map(str, unequal))} differ from those of "
             "process 0. Start all processes with the same command and files."
         )
-
-
-def sum_over(value: float) -> float:
-    """Returns the sum of `value` over all processes, in float32."""
-    if jax.process_count() == 1:
-        return value
-    return float(np.sum(multihost_utils.process_allgather(np.float32(value))))
 
 
 def from_first(text: str) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,15 +68,10 @@ def make_mesh(text: str | None) -> Mesh | None:
     if product != len(devices):
         expected = f"sizes that multiply to the number of devices, here {all_devices}"
         raise _mesh_error(expected, f"{text} with the product {product}")
-    return mesh_over(axes)
-
-
-def mesh_over(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh with axes of these sizes, over all devices or over `devices`."""
     # With Auto, the compiler derives placements inside the step from its arguments. With jax's
     # default, Explicit, the model would have to specify the placement of some results.
     auto = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto)
 
 
 def weight_shardings(mesh: Mesh, weights: Any) -> Any:

@@ -91,11 +91,7 @@ def _as_sigterm(number: int, _: FrameType | None) -> None:
 
 
 def how_to_resume(signal_number: int, step: int, folder: Path) -> str:
-    name = signal.Signals(signal_number).name
-    saved = f"stopped by {name} after step {step}; checkpoint saved."
+    saved = f"stopped by {signal.Signals(signal_number).name} after step {step}; checkpoint saved."
     run = f"--run {shlex.quote(folder.name)}"
-    if "SLURM_JOB_ID" in os.environ:
-        return f"{saved} Resume with the same sbatch or srun command and {run}"
     command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} {run}"
-    more = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
-    return f"{saved} Resume with:\n{command}{more}"
+    return f"{saved} Resume with the same command and {run}, or in one process with:\n{command}"

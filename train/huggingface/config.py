@@ -96,7 +96,7 @@ def _decoder(keys: _Keys, kind: str, **sizes: int) -> DecoderConfig:
         rope_scaling=rope_scaling,
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        tied=keys.flag("tie_word_embeddings", False),
+        tied=keys.flag("tie_word_embeddings"),
         window=_window(keys, kind, sizes["layers"]),
     )
 
@@ -130,7 +130,7 @@ def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
 
 def _window(keys: _Keys, kind: str, layers: int) -> int | None:
     raw, types, window = keys.raw, keys.raw.get("layer_types"), None
-    reads = keys.flag("use_sliding_window", False) if kind in QWEN else kind != "llama"
+    reads = keys.flag("use_sliding_window") if kind in QWEN else kind != "llama"
     if reads and raw.get("sliding_window") is not None:
         window = keys.count("sliding_window")
     first = raw.get("max_window_layers", 28) if kind in QWEN else 0
@@ -160,8 +160,8 @@ class _Keys:
     def positive(self, key: str, default: float | None = None) -> float:
         return float(self._read(key, default, "a number above 0", int, float))
 
-    def flag(self, key: str, default: bool) -> bool:
-        return self._read(key, default, "true or false", bool)
+    def flag(self, key: str) -> bool:
+        return self._read(key, False, "true or false", bool)
 
     def check(self, key: str, fits: bool, expected: str) -> None:
         if not fits:

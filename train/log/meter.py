@@ -1,7 +1,8 @@
 """Measures a training loop's loss, speed, stalls and skipped steps without stalling it.
 
-A step's loss is read one interval later. Rates count tokens of finished steps, not of dispatched
-steps. A step with a non-finite gradient is skipped; too many in a row end the run.
+A step's loss is read one interval later, and whether it was skipped because its gradient was not
+finite; too many skipped steps in a row end the run. Rates count tokens of finished steps, not of
+dispatched steps.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ import jax
 import zenflow_jax
 from train import Failure
 from train.cli.settings import StepSettings
-
-# How many steps later the device's record of a skipped step is read, so that the read never waits.
-BEHIND = 4
 
 
 class NotFiniteError(Failure):
@@ -76,11 +74,9 @@ class Meter:
         self.rows = [Row(*row) for row in state["rows"]]
         self._unread = deque(UnreadStep(*step) for step in state["unread"])
         self._steps_read, self._tokens_read = steps_done - len(self._unread), 0
-        self._skipped: int = state["skipped"]  # up to the last row
-        self.total_skipped = int(self._unread[-1].skipped) if self._unread else self._skipped
+        self.total_skipped: int = state["skipped"]  # up to the last row
         self._skipped_in_a_row, self._paused_s = 0, 0.0
-        # The last step for which it is known whether it was skipped.
-        self._known = self._begun = steps_done
+        self._begun = steps_done
 
     def start(self) -> None:
         """Starts the clock. Earlier steps must have no tokens, because no rate includes them."""
@@ -94,7 +90,6 @@ class Meter:
         It then blocks until the device has finished all but the last `log_every` steps.
         """
         self._unread.append(UnreadStep(loss, skipped, tokens))
-        self._read_skips(self._steps_read + len(self._unread) - BEHIND)
         enough = self._to_next_row() + self._log_every
         return self._next_row() if len(self._unread) >= enough else None
 
@@ -114,37 +109,29 @@ class Meter:
 
     def skipped_last(self) -> bool:
         """Returns whether the last step was skipped; blocks until the device has finished it."""
-        self._read_skips(self._steps_read + len(self._unread))
-        return self._skipped_in_a_row > 0
+        last_two = [int(x.skipped) for x in jax.device_get(list(self._unread)[-2:])]
+        if not last_two:
+            return self._skipped_in_a_row > 0
+        return last_two[-1] > ([self.total_skipped, *last_two])[-2]
 
     def finish(self) -> None:
-        """Raises `NotFiniteError` if every step of this start was skipped."""
-        if self.skipped_last() and self._skipped_in_a_row == self._known - self._begun:
+        """Raises `NotFiniteError` if every step of this start was skipped; call `drain` first."""
+        if self._skipped_in_a_row >= self._steps_read - self._begun > 0:
             self._fail()
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a resumed run, as JSON. Blocks until all steps are finished."""
         unread = [(float(x.loss), int(x.skipped)) for x in jax.device_get(list(self._unread))]
-        return {"rows": [*self.rows], "unread": unread, "skipped": self._skipped}
+        return {"rows": [*self.rows], "unread": unread, "skipped": self.total_skipped}
 
     def since_start(self) -> Totals:
         return _totals(self._started, self._mark())
 
-    def _read_skips(self, until: int) -> None:
-        """Reads which steps up to `until` were skipped."""
-        while self._known < until:
-            total = int(jax.device_get(self._unread[self._known - self._steps_read].skipped))
-            is_skipped = total > self.total_skipped
-            self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
-            self._known, self.total_skipped = self._known + 1, total
-            if self._skipped_in_a_row >= self._max_skipped:
-                self._fail()
-
     def _fail(self) -> None:
-        first = self._known - self._skipped_in_a_row + 1
+        last = self._steps_read
         raise NotFiniteError(
-            f"steps {first} to {self._known} were skipped, because their gradients are not finite. "
-            f"{self._remedy}"
+            f"steps {last - self._skipped_in_a_row + 1} to {last} were skipped, because their "
+            f"gradients are not finite. {self._remedy}"
         )
 
     def _to_next_row(self) -> int:
@@ -153,20 +140,24 @@ class Meter:
 
     def _next_row(self) -> Row:
         count = min(self._to_next_row(), len(self._unread))
-        self._read_skips(self._steps_read + count)
         taken = [self._unread.popleft() for _ in range(count)]
-        losses, before = [], self._skipped
+        losses, before = [], self.total_skipped
         for step in jax.device_get(taken):  # blocks
-            if step.skipped == self._skipped:
+            self._steps_read += 1
+            if step.skipped == self.total_skipped:
                 losses.append(float(step.loss))
-            self._skipped = int(step.skipped)
-        self._steps_read += count
+                self._skipped_in_a_row = 0
+                continue
+            self.total_skipped = int(step.skipped)
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row >= self._max_skipped:
+                self._fail()
         self._tokens_read += sum(step.tokens for step in taken)
         mark = self._mark()
         rates = _totals(self._last_two[0], mark)
         self._last_two.append(mark)
         loss = sum(losses) / len(losses) if losses else math.nan
-        skipped = self._skipped - before
+        skipped = self.total_skipped - before
         row = Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
         self.rows.append(row)
         return row
@@ -194,8 +185,5 @@ def check_finite(figures: Mapping[str, float], remedy: str) -> None:
 
 def causes_of_infinity(run: StepSettings) -> str:
     weights = "" if run.model is None else f"a weight in {run.model}, "
-    computed = "" if run.dtype == "float32" else f", or {run.dtype} (--dtype float32)"
-    return (
-        f"Possible causes: {weights}the data, a learning rate that is too large (here "
-        f"{run.learning_rate:g}){computed}."
-    )
+    rate = f"a learning rate that is too large (here {run.learning_rate:g})"
+    return f"Possible causes: {weights}the data, {rate}, or {run.dtype} (--dtype float32)."

@@ -4,20 +4,14 @@
                           are blank
     validation.csv        the metrics of every validation
 
-With `--report-to`, both are also sent to Trackio or Weights & Biases.
-
 A resumed run writes the rows up to its checkpoint, from the checkpoint, and continues.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import datetime
-import importlib
-import math
 import time
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,14 +19,12 @@ from typing import Any
 from rich.console import Console
 
 from elves.atomic import atomic_path
+from train.distributed import processes
 from train.log.meter import Row
-
-# A tracker with `log(figures, step)`, for finite values by name (`train/loss`), and `finish()`.
-Reporter = Any
 
 
 class RunLog:
-    """Sends metrics to the screen, the CSV files and a tracker. Use it in a `with` block.
+    """Sends metrics to the screen and, in the first process, to the CSV files.
 
     `rows` and `validations` are from earlier starts.
     """
@@ -43,26 +35,19 @@ class RunLog:
         *,
         steps: int,
         console: Console,
-        reporter: Reporter | None = None,
         rows: Sequence[Row] = (),
         validations: Sequence[tuple[int, Mapping[str, float]]] = (),
     ):
-        self._steps, self._console, self._reporter = steps, console, reporter
+        self._steps, self._console = steps, console
         self._metrics, self._validations = folder / "metrics.csv", folder / "validation.csv"
         # Atomic, so that a run that is killed here keeps the old files.
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
         for path, old in ((self._metrics, [Row._fields, *rows]), (self._validations, lines)):
-            with atomic_path(path) as part:
-                _append(part, old)
+            if processes.is_first():
+                with atomic_path(path) as part:
+                    _append(part, old)
         self._made = time.monotonic()
         self._begun = (rows[-1].step if rows else 0), self._made  # a step, and its time
-
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._reporter is not None:
-            self._reporter.finish()
 
     def begin(self, step: int) -> None:
         """Records that this start's first step is compiled and finished."""
@@ -72,7 +57,6 @@ class RunLog:
 
     def add(self, row: Row) -> None:
         _append(self._metrics, [row])
-        self._report("train", row._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
         if row.tokens_per_s:
             figures += f"  {row.tokens_per_s:,.0f} tokens/s  waited for host {row.wait_share:.1%}"
@@ -88,40 +72,11 @@ class RunLog:
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
         _append(self._validations, _lines(step, figures))
-        self._report("validation", figures, step)
         values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
         show(self._console, f"validation after {step} steps: {values}")
 
-    def _report(self, label: str, figures: Mapping[str, float | None], step: int) -> None:
-        if self._reporter is None:
-            return
-        finite = {name: x for name, x in figures.items() if x is not None and math.isfinite(x)}
-        finite.pop("step", None)
-        self._reporter.log({f"{label}/{name}": x for name, x in finite.items()}, step=step)
-
     def _counted(self, step: int) -> str:
         return f"step {step:>{len(str(self._steps))}}/{self._steps}"
-
-
-class NoLog(contextlib.nullcontext):
-    """Replaces `RunLog` in processes that do not report."""
-
-    def begin(self, *_: Any) -> None:
-        pass
-
-    add = validation = begin
-
-
-def reporter(kind: str, folder: Path, *, config: Mapping[str, Any]) -> Reporter | None:
-    """Returns the tracker for the run in `folder`, new or resumed."""
-    if kind == "none":
-        return None
-    options: dict[str, Any] = {"name": folder.name, "config": dict(config), "resume": "allow"}
-    if kind == "wandb":
-        # A run with the same name in another folder is a different run.
-        number = zlib.crc32(str(folder.absolute()).encode())
-        options |= {"dir": str(folder), "id": f"{folder.name}-{number:08x}"}
-    return importlib.import_module(kind).init(project="zenflow_jax", **options)
 
 
 def show(console: Console, line: str) -> None:
@@ -136,5 +91,7 @@ def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, floa
 
 def _append(path: Path, lines: Iterable[Sequence[Any]]) -> None:
     """Writes at once, so that a run can be followed, and a killed run leaves a record."""
+    if not processes.is_first():
+        return
     with open(path, "a", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)

@@ -2,10 +2,10 @@
 
 settings.toml         all settings, as a config file, with a copy of a chat template that it names
 metrics.csv, validation.csv   (`run_log.py`)
-loss.png              curves of the loss and of the task's metrics
+loss.png              curves of the losses
 timeline.png          where the last steps' time went (docs/timeline.md), with zenflow and offload
-summary.json          the values of the summary table; `best_step` is the step of the saved
-                      weights, null without keep_best
+summary.json          the values of the summary table, and the engine's statistics; `best_step` is
+                      the step of the saved weights, null without keep_best
 checkpoints/          the run's checkpoints, to resume from (`checkpoints/writing.py`)
 model.safetensors     trained weights in float32; or model/, a folder like the original
 """
@@ -29,21 +29,15 @@ from train.tasks.classification import by_index
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
-# The values of `summary.json` in the table: name, words, format. Except for steps, parameters and
-# bytes, they cover only this start; with several processes, times are from process 0.
+# The values of `summary.json` in the table: name, words, format. Except for steps and parameters,
+# they cover only this start; with several processes, times are from process 0.
 SHOWN = (
     ("parameters", "parameters", ","),
     ("steps", "steps", ","),
     ("resumed_at", "steps before this start", ","),
     ("skipped", "steps skipped (gradient not finite)", ","),
     ("tokens_per_s", "tokens/s", ",.0f"),
-    ("bytes_per_parameter_and_step", "bytes moved per parameter and step", ".2f"),
     ("wait_share", "share of time waiting for the host", ".1%"),
-    ("host_s", "host seconds", ".1f"),
-    ("windows", "windows", ","),
-    ("mean_window_length", "mean window length, steps", ".2f"),
-    ("reselections", "times that channels were selected", ","),
-    ("kept_share", "share of the best channels' score kept", ".1%"),
     ("train_s", "training seconds", ".1f"),
     ("total_s", "total seconds", ".1f"),
 )
@@ -66,30 +60,25 @@ def write_pictures(
     title: str,
     target: str,
 ) -> None:
-    """Writes `timeline.png`, and `loss.png`: the loss, in nats per `target`, above the metrics."""
+    """Writes `timeline.png`, and `loss.png`: the losses in nats per `target`."""
     from matplotlib.figure import Figure  # a third of the start-up time
     from matplotlib.ticker import MaxNLocator
 
-    panel_of = {name: int(name != "loss") for name in validations[-1][1]}
-    count = 1 + max(panel_of.values())
     # A Figure without pyplot needs no display and no global state.
-    figure = Figure(figsize=(8, 2.5 + 1.5 * count), layout="constrained")
-    panels = figure.subplots(count, sharex=True, squeeze=False, height_ratios=[2, 1][:count])[:, 0]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
     # A row is the mean over its steps, so it is drawn at their midpoint.
     steps = [0, *(row.step for row in rows)]
     middles = [(before + step + 1) / 2 for before, step in itertools.pairwise(steps)]
-    panels[0].plot(middles, [row.loss for row in rows], ".-", label="training")
-    for name, panel in panel_of.items():
-        values = [figures[name] for _, figures in validations]
-        # Points, because the values between them are unknown.
-        steps = [step for step, _ in validations]
-        panels[panel].plot(steps, values, "o", label=f"validation {name}")
-    for axes in panels:
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    panels[0].set(title=title, ylabel=f"loss, nats per {target}")
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.plot(middles, [row.loss for row in rows], ".-", label="training")
+    # Points, because the values between them are unknown.
+    axes.plot(
+        [x for x, _ in validations], [y["loss"] for _, y in validations], "o", label="validation"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    axes.set(title=title, ylabel=f"loss, nats per {target}", xlabel="step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(folder / "loss.png", dpi=120)
     if any(span.kind == "step" for span in timeline):
         zenflow_jax.plot_timeline(timeline, folder / "timeline.png")
@@ -106,18 +95,12 @@ def command_of_use(model: Path, task: str) -> str | None:
 
 def summary_table(figures: Mapping[str, Any]) -> Table:
     """Returns a run's figures as a table for the terminal."""
-    device, first = figures["device"], ""
-    if figures["devices"] > 1:
-        device = f"{figures['devices']} x {device}"
-    if figures["processes"] > 1:
-        device, first = f"{device}, {figures['processes']} processes", ", process 0"
-    table = Table("figure", "value", title=f"{figures['optimizer']} on {device}")
+    devices = f"{figures['devices']} x {figures['device']}"
+    table = Table("figure", "value", title=f"{figures['optimizer']} on {devices}")
     table.columns[1].justify = "right"
     for name, words, form in SHOWN:
-        value = figures[name]
-        if value is not None and (value or name != "resumed_at"):
-            suffix = first if name in ("wait_share", "host_s") else ""
-            table.add_row(words + suffix, format(value, form))
+        if figures[name] is not None:
+            table.add_row(words, format(figures[name], form))
     if figures["classes"]:
         table.add_row("classes by index", by_index(figures["classes"]))
     for when in ("before", "after"):

@@ -86,9 +86,7 @@ class _Planner:
         host = options.host_memory and int(options.host_memory * 1e9)
         if host is None and planning.GPUS[self._device] is local:
             host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        rate = options.host_bandwidth and options.host_bandwidth * 1e9
-        machine = {"host_capacity_bytes": host, "host_bandwidth": rate}
-        self._machine = {name: x for name, x in machine.items() if x is not None}
+        self._machine = {} if host is None else {"host_capacity_bytes": host}
         self._step = functools.cache(
             lambda run: planned_step(run, self.origin, self._mesh, placed=self._compiles)
         )

@@ -29,8 +29,12 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     if ways:
         console.print(_table_of_ways(ways))
         show_line(console, "docs/gradients.md explains the ways.")
-    for line in (*advice(run_plan, arguments), assumptions(plan)):
+    for line in advice(run_plan, arguments):
         show_line(console, line)
+    gpu = plan.gpu
+    rates = f"{gpu.flops / 1e12:.0f} TFLOP/s at peak, {gpu.bus / 1e9:.0f} GB/s of bus each way"
+    memory = f"{plan.host_bandwidth / 1e9:.0f} GB/s of host memory"
+    show_line(console, f"Assumptions: {rates}, {memory}.")
 
 
 def _table_of_plan(plan: planning.Plan, settings: StepSettings) -> Table:
@@ -123,14 +127,6 @@ def advice(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
     return lines
 
 
-def assumptions(plan: planning.Plan) -> str:
-    return (
-        f"Assumptions: {plan.gpu.flops / 1e12:.0f} TFLOP/s at peak, "
-        f"{plan.gpu.bus / 1e9:.0f} GB/s of bus each way, {plan.host_bandwidth / 1e9:.0f} GB/s "
-        "of host memory."
-    )
-
-
 def missing(ways: Sequence[Way]) -> str:
     """Returns a sentence about the way that lacks the fewest bytes."""
     way = min(ways, key=lambda way: sum(way.plan.short.values()))
@@ -143,12 +139,8 @@ def missing(ways: Sequence[Way]) -> str:
 def verdict(plan: planning.Plan) -> str:
     """Returns whether the run fits, and what it lacks."""
     without = "" if planning.TEMPORARIES in plan.device else " without gradients and activations"
-    rest = gb(planning.HOST_RESERVE)
-    device = f"{gb(plan.device_bytes)}{without}, jax has {gb(plan.device_capacity_bytes)}"
-    host = f"{gb(plan.host_bytes)} plus {rest} for everything else, has "
-    needs = {"device": device, "host": host + gb(plan.host_capacity_bytes)}
-    if lacks := plan.short:
-        short = [f"the {x} is {gb(lack)} short (needs {needs[x]})" for x, lack in lacks.items()]
+    if plan.short:
+        short = [f"the {place} is {gb(lack)} short" for place, lack in plan.short.items()]
         return f"Does not fit: {' and '.join(short)}."
     text = f"Fits with {gb(plan.device_capacity_bytes - plan.device_bytes)} of the device to spare"
     if needs_fraction(plan):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Mapping
@@ -14,14 +15,13 @@ from rich.console import Console
 
 from elves.atomic import write_text_atomically
 from train.checkpoints.compatibility import description
-from train.checkpoints.reading import CheckpointError
 from train.checkpoints.writing import Checkpoints
 from train.cli.settings import SettingsError, task_name
 from train.distributed import processes
 from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
 from train.log import summary
 from train.log.meter import Meter, Totals, causes_of_infinity, check_finite
-from train.log.run_log import NoLog, RunLog, reporter, show
+from train.log.run_log import RunLog, show
 from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job
@@ -64,7 +64,6 @@ class Run:
                 keep_best=job.settings.keep_best,
                 larger_is_better=job.settings.larger_is_better,
                 describe=description(vars(job.settings), task.checksum, config, task.labels),
-                say=self._say,
             )
         )
 
@@ -86,7 +85,6 @@ class Run:
             self.training.open(self.stack)
         except UnfitRunError as error:
             raise SettingsError(str(error)) from error
-        self.checkpoints.rename_damaged()  # only after this start is known to be valid
         self._open_log(progress)
         if not self.done:
             check_finite(self._validated(0), causes_of_infinity(self.job.settings))
@@ -127,18 +125,15 @@ class Run:
             steps_done=self.done,
             state=progress.get("meter"),
         )
-        self.log = NoLog()
         if processes.is_first():
             write_settings(self.folder, vars(job.settings), job.texts)
-            self.log = RunLog(
-                self.folder,
-                steps=self.steps,
-                console=self.console,
-                reporter=reporter(job.settings.report_to, self.folder, config=vars(job.settings)),
-                rows=self.meter.rows,
-                validations=self.validations,
-            )
-        self.stack.enter_context(self.log)
+        self.log = RunLog(
+            self.folder,
+            steps=self.steps,
+            console=self.console,
+            rows=self.meter.rows,
+            validations=self.validations,
+        )
 
     def loop(self) -> None:
         """Takes the remaining steps; raises `Stopped` after a save if a signal requests it."""
@@ -161,7 +156,7 @@ class Run:
                 number = self.stop.after(step)
             if number:  # the signal's sender may not wait long
                 self._save(step)
-                self.checkpoints.finish()
+                self.checkpoints.wait()
                 raise Stopped(how_to_resume(number, step, self.folder), signal_number=number)
             if is_due(self.job.settings.save_every, step):
                 if self.meter.skipped_last():
@@ -214,15 +209,7 @@ class Run:
         figures = self._validated(steps)
         self.checkpoints.rate(steps, figures[self.job.settings.metric])
         best = self.checkpoints.best(or_step=steps)
-        written = self._write_model(best)
-        try:
-            self.checkpoints.finish()
-        except CheckpointError as error:
-            if not processes.is_first():
-                raise  # only process 0 has printed the error above
-            model = f"{self.folder / written} contains the weights of step {best}"
-            raise CheckpointError(f"the last checkpoint is missing: see above. {model}.") from error
-        return Result(totals, best, written)
+        return Result(totals, best, self._write_model(best))
 
     def report(self, ended: Result, begun_s: float) -> None:
         """Writes and shows the summary of a run that began at `begun_s`, with its files closed."""
@@ -261,19 +248,13 @@ class Run:
         return models.WEIGHTS if origin is None else models.FOLDER
 
     def _figures(self, ended: Result, begun_s: float) -> dict[str, Any]:
-        job = self.job
-        host, parameters = self.training.host, self.training.parameters
-        stats = host.stats if host else None
-        lengths = stats.window_lengths if stats else {}  # warm-up windows have one step
-        in_windows = sum(length * count for length, count in lengths.items())
-        moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
-        moved /= parameters * max(self.steps - self.done, 1)
+        job, host = self.job, self.training.host
         return {
             "optimizer": job.settings.optimizer,
             "device": jax.devices()[0].device_kind,
             "devices": job.mesh.size if job.mesh else 1,
             "processes": jax.process_count(),
-            "parameters": parameters,
+            "parameters": self.training.parameters,
             "target": job.task.target,
             "classes": job.task.labels,
             "steps": self.steps,
@@ -281,17 +262,12 @@ class Run:
             "best_step": ended.best if job.settings.keep_best else None,
             "resumed_at": self.done,
             "tokens_per_s": ended.totals.tokens_per_s,
-            "bytes_per_parameter_and_step": processes.sum_over(moved),
             "wait_share": ended.totals.wait_share,
-            "host_s": stats.work_s if stats else 0.0,
             "train_s": ended.totals.seconds,
             "total_s": time.perf_counter() - begun_s,
             "validation_before": self.validations[0][1],
             "validation_after": self.validations[-1][1],
-            "windows": stats and stats.windows,
-            "mean_window_length": in_windows / stats.windows if lengths else None,
-            "reselections": stats and stats.reselections,
-            "kept_share": stats and stats.kept_share,
+            "engine": dataclasses.asdict(host.stats) if host else None,
         }
 
     def _validated(self, step: int) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +26,6 @@ from train.tasks import Task
 from train.tasks.batches import Batches, Sample
 from train.tasks.chosen import make_task
 from zenflow_jax import layerwise, streaming
-
-# With fewer steps, a model learns little.
-FEW_STEPS = 50
 
 
 class Sources(NamedTuple):
@@ -95,7 +91,9 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         mesh=mesh,
         buckets=settings.length_buckets,
     )
-    settings, few = _with_steps(settings, batches.per_epoch)
+    if settings.steps is None:
+        steps = steps_of(settings.epochs, batches.per_epoch)
+        settings = dataclasses.replace(settings, steps=steps)
     # A resumed run with more steps must have the same number of rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
@@ -129,21 +127,9 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         layered=layered,
         train_step=train_step,
         validate=make_validate(judge, task, sources.sample, check),
-        notes=(*task.notes, *task.overview, *few),
+        notes=(*task.notes, *task.overview),
     )
     return job, opt_state
-
-
-def _with_steps(settings: Settings, per_epoch: int) -> tuple[Settings, list[str]]:
-    """Returns the settings with their number of steps, and notes if it is small."""
-    if settings.steps is not None:
-        return settings, []
-    settings = dataclasses.replace(settings, steps=steps_of(settings.epochs, per_epoch))
-    if settings.steps >= FEW_STEPS:
-        return settings, []
-    epochs = math.ceil(2 * FEW_STEPS / per_epoch)
-    remedy = f"pass --epochs {epochs} for {epochs * per_epoch}, or a smaller --batch-size"
-    return settings, [f"only {settings.steps} steps: {remedy}"]
 
 
 def make_model(sources: Sources) -> tuple[models.Model, LayeredModel | None, Callable]:

@@ -25,7 +25,7 @@ from train.tasks.batches import DataError
 from train.tasks.conversations import Conversations
 from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype, store_tokens
 from train.tasks.examples import Examples, task_of
-from train.tasks.fields import OF_INSTRUCTIONS, Fields, check_instruction
+from train.tasks.fields import OF_INSTRUCTIONS, Fields
 from train.tasks.files import common_path, find_files, records, text_field
 
 SUFFIXES = (".json", ".jsonl", tables.SUFFIX)
@@ -155,7 +155,6 @@ def _instructions(path: Path, fields: Fields) -> Iterator[str]:
     """Yields each example's prompt, then its answer."""
     for where, record in records(path):
         fields.check(where, record)
-        check_instruction(where, record)
         context = "" if record.get("input") is None else text_field(where, record, "input")
         yield prompt(text_field(where, record, "instruction"), context)
         yield text_field(where, record, "output")

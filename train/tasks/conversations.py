@@ -19,12 +19,11 @@ MESSAGES, TOOLS = "messages", "tools"
 
 
 class Conversations:
-    """Reads conversations, and counts unread fields and system messages."""
+    """Reads conversations, and counts fields that are not read."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
         self._fields = fields.Fields(MESSAGES, TOOLS, refused=fields.OF_CHATS)
-        self._conversations = self._with_system = 0
         self._lost: Counter[str] = Counter()
         self._changes, self._change = 0, ("", "")
 
@@ -39,15 +38,13 @@ class Conversations:
                 conversation = self._rendered(where, messages, tools, skipped)
             except ConversationError as error:
                 raise DataError(f"{where}: {error}.") from error
-            self._conversations += 1
             self._lost.update(conversation.marks.lost())
             for self._change in conversation.marks.changed():
                 self._changes += 1
-            self._with_system += messages[0]["role"] == "system"
             yield conversation
 
     def notes(self, where: Path) -> list[str]:
-        """Returns sentences about fields that are not read, and about system messages."""
+        """Returns sentences about fields that are not read, and texts that the template changes."""
         notes = self._fields.notes(where)
         if self._lost:
             thoughts = re.compile("reason|think|thought|analysis", re.IGNORECASE)
@@ -57,10 +54,6 @@ class Conversations:
         if self._changes:
             pair = " to ".join(shorten(repr(text)) for text in self._change)
             notes.append(f"{where}: the template changes {self._changes} texts of messages: {pair}")
-        if self._with_system:
-            count = f"{self._with_system} of {self._conversations} conversations"
-            remedy = "so prompt the model with one (zenflow-generate --system)"
-            notes.append(f"{where}: {count} begin with a system message, {remedy}")
         return notes
 
     def _rendered(
@@ -109,8 +102,7 @@ def _messages(where: str, record: dict[str, Any]) -> tuple[list[dict[str, Any]],
     """Returns a record's messages, and the indices of messages that are excluded from training."""
     if MESSAGES not in record:
         names = ", ".join(map(repr, record)) or "none"
-        remedies = (text for name, text in fields.REMEDIES.items() if name in record)
-        remedy = next(remedies, "Rename the field")
+        remedy = "Rename the field (docs/finetuning.md has the format)"
         raise DataError(f"{where}: the field {MESSAGES!r} is missing (fields: {names}). {remedy}.")
     messages = record[MESSAGES]
     if not isinstance(messages, list) or not messages:
@@ -130,8 +122,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None}
     for name in message.keys() - {"role", "content", "tool_calls"}:
         fields.refuse(where, name, message[name], fields.OF_MESSAGES)
-    remedy = fields.RENAME_ITEMS if "from" in message else "Rename the field"
-    text_field(where, message, "role", remedy=remedy)
+    text_field(where, message, "role")
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
     else:

@@ -1,79 +1,48 @@
 """Checks the fields that a task does not read.
 
 Those that control training are honoured or rejected, the rest are counted for a note.
-docs/finetuning.md has the same table.
+docs/finetuning.md has the supported forms.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from train.huggingface.chat_template import ASSISTANT
 from train.tasks.batches import DataError
 from train.tasks.files import shorten
 
-_PAIRS = "It is for training on preferences (DPO, KTO). Keep only the good answers, without it"
-_MEDIA = "The models read only text. Leave out these examples"
-_PARTS = "An answer is used as a whole or, with its message's `weight` 0, not at all. Use that"
-_KWARGS = "Templates do not receive this field. Remove it, or put it into the messages"
-
-REFUSED = {
-    **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), _PAIRS),
-    **dict.fromkeys(("rejected_response", "rejected_messages", "kto_tag", "label"), _PAIRS),
-    **dict.fromkeys(("files", "attachments"), _MEDIA),
-}
-OF_CHATS = REFUSED | {
-    "system": "Put it into a first message with the role 'system'",
-    "functions": "Rename it to `tools`, each as {'type': 'function', 'function': ...}",
-    **dict.fromkeys(("documents", "chat_template_kwargs"), _KWARGS),
-}
-OF_MESSAGES = REFUSED | {
-    "function_call": "Put it into `tool_calls`, as [{'type': 'function', 'function': ...}]",
-    **dict.fromkeys(("file", "attachment", "documents"), _MEDIA),
-}
-OF_INSTRUCTIONS = REFUSED | dict.fromkeys(
-    ("system", "history"), "Alpaca has no such field. Write conversations, and use --task chat"
-)
+# Fields that change an example's meaning.
+OF_CHATS = {"system", "functions", "documents", "files", "chat_template_kwargs"}
+OF_MESSAGES = {"function_call", "documents", "files", "file"}
+OF_INSTRUCTIONS = {"system", "history", "files", "context"}
 
 _EMPTY = (None, "", [], {})
-# Names are compared in lower case, without `_` and `-`.
-_MEDIUM = re.compile("(input)?(image|audio|video|picture|photo)s?(url|path|data|file|base64)?s?")
-# 1 or true to train on an example or message, 0 or false not to.
+# 1 or true to train on an example or message, 0 or false not to. Names are compared in lower case,
+# without `_` and `-`.
 _WEIGHT = re.compile(
     "(loss|train|sample|step)?weights?|loss(mask)?|train(ing|able|on(this|turn)?)?|istrainable"
     "|(step|message|turn)lossmask|learn(able)?|(compute|calculate|calc|has|use)loss"
 )
-# Other combinations of these words also control training.
+# Beginnings of words in the names of fields that control training in other ways (masks, scores for
+# training on preferences), or contain more than text.
 _CONTROL = re.compile(
-    "(?=.*(mask|loss|weight|train|learn|ignore|skip|exclude))(is|no|not|dont|has|in|on|with|only|"
-    "step|turn|token|message|msg|sample|example|label|target|completion|response|assistant|answer|"
-    "user|prompt|input|output|history|role|detail|scale|ignore|skip|exclude|compute|calculate|"
-    "mask(ed|ing)?|loss(es)?|weight|train(ing|able|ed)?|learn(able|ed)?|s)+"
+    "(mask|loss|weight|train|learn|ignore|chosen|reject|prefer|kto|image|audio|video|attach).*",
+    re.IGNORECASE,
 )
-
-# Names of instruction fields in formats like Alpaca's.
-RENAMED = {"response": "output", "completion": "output", "answer": "output", "context": "input"}
-RENAMED |= {"question": "instruction", "prompt": "instruction"}
-
-# Remedies for the fields of ShareGPT's messages, and for records without `messages`.
-RENAME_ITEMS = "Rename `from` to `role` and `value` to `content`"
-REMEDIES = {
-    "conversations": f"Rename `conversations` to `messages`. In its items: {RENAME_ITEMS}",
-    "instruction": "This is an instruction: use --task alpaca",
-    "text": "This is text: use --task language",
-}
 
 
 class Fields:
     """Rejects records with unsupported fields that control training, and counts other fields.
 
-    Tables have a column for each field, so an empty field is treated as absent.
+    Tables have a column for each field, so an empty field is treated as absent. With None as
+    `refused`, a record may have any field.
     """
 
-    def __init__(self, *read: str, refused: Mapping[str, str] = REFUSED):
+    def __init__(self, *read: str, refused: Collection[str] | None = None):
         self._read = read
         self._refused = refused
         self._others: Counter[str] = Counter()
@@ -82,7 +51,8 @@ class Fields:
         for name, value in record.items():
             if name in self._read or value in _EMPTY:
                 continue
-            refuse(where, name, value, self._refused)
+            if self._refused is not None:
+                refuse(where, name, value, self._refused)
             if not _WEIGHT.fullmatch(_fold(name)):
                 self._others[name] += 1
             elif value != 1:
@@ -96,25 +66,15 @@ class Fields:
         return [f"{where}: fields that are not read: {', '.join(common)}"] if common else []
 
 
-def refuse(where: str, name: str, value: Any, refused: Mapping[str, str]) -> None:
-    """Raises a `DataError` with a remedy if a field is in `refused`, or controls training."""
-    folded = _fold(name)
-    is_class = folded == "label" and not isinstance(value, bool)  # a bool is a verdict (KTO)
-    if not refused or is_class or value in _EMPTY:
-        return
-    remedy = {_fold(key): text for key, text in refused.items()}.get(folded)
-    if _MEDIUM.fullmatch(folded):
-        remedy = _MEDIA
-    elif _CONTROL.fullmatch(folded) and not _WEIGHT.fullmatch(folded):
-        remedy = _PARTS
-    if remedy is not None:
+def refuse(where: str, name: str, value: Any, refused: Collection[str]) -> None:
+    """Raises a `DataError` for a field that is in `refused` or seems to control training."""
+    words = re.split("[-_ ]|(?<=[a-z])(?=[A-Z])", name)
+    controls = any(map(_CONTROL.fullmatch, words)) and not _WEIGHT.fullmatch(_fold(name))
+    is_verdict = name == "label" and isinstance(value, bool)  # other labels are classes
+    if (name in refused or controls or is_verdict) and value not in _EMPTY:
         got = shorten(repr(value))
+        remedy = 'docs/finetuning.md, "Other fields", has the supported forms'
         raise DataError(f"{where}: the field {name!r} ({got}) is not supported. {remedy}.")
-    for inner, part in _nested(value):
-        zeros = part if isinstance(part, list) else [part]
-        if _CONTROL.fullmatch(_fold(inner)) and any(x in (0, "0") for x in zeros):
-            problem = f"{inner!r} in {name!r} is {shorten(repr(part))}, but is not read there"
-            raise DataError(f"{where}: the field {problem}. Remove it, or use `weight`.")
 
 
 def pop_learned(where: str, message: dict[str, Any]) -> bool:
@@ -132,22 +92,5 @@ def pop_learned(where: str, message: dict[str, Any]) -> bool:
     return learned
 
 
-def check_instruction(where: str, record: Mapping[str, Any]) -> None:
-    """Raises a `DataError` if a record uses another format's name for a field."""
-    if "instruction" not in record and ("messages" in record or "conversations" in record):
-        raise DataError(f"{where}: the record is a conversation. Use --task chat.")
-    for old, new in RENAMED.items():
-        if new not in record and record.get(old) not in _EMPTY:
-            raise DataError(f"{where}: the field {new!r} is missing. Rename {old!r} to {new!r}.")
-
-
 def _fold(name: str) -> str:
     return re.sub("[-_ ]", "", name.lower())
-
-
-def _nested(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of all fields of objects inside a value."""
-    if isinstance(value, dict | list):
-        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield str(name), part
-            yield from _nested(part)

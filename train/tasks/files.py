@@ -21,8 +21,6 @@ _SPLITS = {
     "validation": r"val(id(ation)?)?|dev",
     "test": r"test(ing)?|eval(uation)?",
 }
-# Names of lists of examples, besides those of splits.
-_LISTS = ("data", "rows", "examples", "instances", "records")
 # The beginning of names that are not data: hidden files, and those that `datasets` adds or ignores.
 _NO_DATA = (".", "config.json", "dataset_dict", "dataset_info")
 
@@ -107,8 +105,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields at least one JSON object in a table or in a file, each with its location.
 
-    A file contains an object per line, objects of several lines, or a list of objects. The list may
-    be in an object's field with a usual name, such as `data` or `train`.
+    A file contains an object per line, objects of several lines, or a list of objects.
     """
     found = tables.rows(path) if tables.is_table(path) else _objects(path)
     if (first := next(found, None)) is None:
@@ -120,18 +117,8 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     values = _values(path)
     head = list(itertools.islice(values, 2))
-    if len(head) == 1:
-        value = head[0][1]
-        fields = value if isinstance(value, dict) else {}
-        lists = (name for name, part in fields.items() if isinstance(part, list))
-        named = [x for x in lists if all(isinstance(item, dict) for item in fields[x][:1])]
-        named = [name for name in named if name in _LISTS or _split_of(name)]
-        if len(named) > 1:
-            listed = ", ".join(map(repr, named))
-            raise DataError(f"{path} contains the lists {listed}. Write each to a file of its own.")
-        value = value[named[0]] if named else value
-        if isinstance(value, list):
-            head = [(f"item {number}", item) for number, item in enumerate(value, 1)]
+    if len(head) == 1 and isinstance(value := head[0][1], list):
+        head = [(f"item {number}", item) for number, item in enumerate(value, 1)]
     for place, item in itertools.chain(head, values):
         if not isinstance(item, dict):
             got = shorten(json.dumps(item))

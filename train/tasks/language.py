@@ -147,7 +147,7 @@ def _pieces_of(
     paths: list[Path], field: str, begins: list[bool], notes: list[str]
 ) -> Iterator[str]:
     """Yields all files' documents in pieces; appends to `begins` whether each starts a document."""
-    fields = Fields(field, refused={})
+    fields = Fields(field)
     for path in paths:
         count, blank = 0, 0
         for document in _documents(path, field, fields):

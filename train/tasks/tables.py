@@ -62,12 +62,9 @@ def class_names(path: Path, column: str) -> list[str] | None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        problem = f"reading {path.name} needs pyarrow, which is not installed ({error})"
-        raise DataError(f"{problem}. Install it: pip install pyarrow") from error
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             yield table

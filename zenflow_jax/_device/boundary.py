@@ -44,7 +44,7 @@ Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]
 
 
-def split_uploads(uploads: Sequence[Any], specs: Sequence[LeafSpec]) -> tuple[list[Any], list[Any]]:
+def split_uploads(uploads: Arrays, specs: Sequence[LeafSpec]) -> tuple[list[Array], list[Array]]:
     """Returns the uploads that a merge donates to its result, and the uploads that it keeps."""
     pairs = list(zip(uploads, map(_becomes_weight, specs), strict=True))
     return [x for x, becomes in pairs if becomes], [x for x, becomes in pairs if not becomes]
@@ -107,13 +107,13 @@ def merge(
         during: Array,
         after: Array,
         mail: Array | None,
-        length: Any,
+        length: Array | None,
     ) -> Array:
         block = shard.block
         either = (contains(x.reshape(*block.stack, block.k), block.n) for x in (during, after))
         selected = broadcast_channels(next(either) | next(either), block)
         new = shard.gather(block.turned(upload))
-        if mail is not None:
+        if mail is not None and length is not None:  # both or neither
             sign = jnp.sign(mail.reshape(upload.shape)).astype(jnp.int8)
             sign = shard.gather(block.turned(sign)).astype(jnp.float32)
             change = provisional_change(new, length * sign)
@@ -168,7 +168,7 @@ def choose(
     """Returns the channels to select, the same channels as rows, their masters, and zero scores."""
 
     def choose_in_leaf(
-        shard: Shard, weight: Any, scores: Array, channels: Array, master: Array | None
+        shard: Shard, weight: Array, scores: Array, channels: Array, master: Array | None
     ) -> tuple[Array, Array, Array]:
         chosen = shard.to_global(top_channels(scores, shard.part.k))
         if master is None:

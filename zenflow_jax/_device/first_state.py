@@ -148,7 +148,7 @@ def _first_scalars(
         like = next(iter(weights), None)
         return StepScalars(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
 
-    def zeros(*_: Any) -> list[jax.Array]:
+    def zeros(*_: jax.Array) -> list[jax.Array]:
         return [with_rank(jnp.zeros(size, dtype), rank) for size, dtype in sizes]
 
     if not placed:

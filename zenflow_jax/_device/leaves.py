@@ -100,7 +100,7 @@ def match_leaves(params: PyTree, state: ZenFlowState) -> CallerTree:
     return Matcher([leaf.spec for leaf in state.leaves])(params)
 
 
-def check_update(updates: PyTree, params: PyTree, state: Any) -> list[Any]:
+def check_update(updates: PyTree, params: PyTree, state: object) -> list[Any]:
     """Returns the parameters' leaves; rejects trees that do not match the state."""
     if params is None or not isinstance(state, ZenFlowState):
         raise ValueError(

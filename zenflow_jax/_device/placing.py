@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from zenflow_jax._device.leaves import first_names, match_leaves
@@ -25,7 +25,14 @@ from zenflow_jax._device.state import (
     replace_state,
 )
 from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
-from zenflow_jax._spec.mesh import MeshAxes, Placement, explicit_axes, placement_of
+from zenflow_jax._spec.mesh import (
+    ArrayOrShape,
+    HasShape,
+    MeshAxes,
+    Placement,
+    explicit_axes,
+    placement_of,
+)
 
 
 def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
@@ -62,7 +69,7 @@ def _cuts(place: Placement | None) -> tuple[Any, MeshAxes] | None:
     return None if place is None or place.mesh.size == 1 else (place.mesh.shape_tuple, place.cuts)
 
 
-def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
+def with_shardings(state: ZenFlowState, leaves: Sequence[ArrayOrShape]) -> ZenFlowState:
     """Adds a real state's shardings to an abstract state, as far as they are known."""
     known = [x.sharding for x in leaves if x.sharding is not None]
     meshes = [x for x in known if isinstance(x, NamedSharding) and not x.mesh.empty]
@@ -70,22 +77,26 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
         return state
     first = (meshes or known)[0]
 
-    def put(x: Any, spec: PartitionSpec, memory_kind: str | None = None, like: Any = first) -> Any:
+    def put(
+        x: HasShape, spec: PartitionSpec, kind: str | None = None, like: Sharding = first
+    ) -> jax.ShapeDtypeStruct:
         if not isinstance(like, NamedSharding):
             like = first
         if isinstance(like, NamedSharding):
-            sharding = NamedSharding(like.mesh, spec, memory_kind=memory_kind)
+            sharding = NamedSharding(like.mesh, spec, memory_kind=kind)
         else:
-            sharding = like.with_memory_kind(memory_kind or like.memory_kind)
+            sharding = like if kind is None else like.with_memory_kind(kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     mail_kind = HOST if state.send_gradients.in_step else None
 
-    def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
+    def put_leaf(leaf: LeafState, parameter: ArrayOrShape) -> LeafState:
         layout = Shard(leaf.spec).partition(places_of(leaf.spec))
         return jax.tree.map(partial(put, like=parameter.sharding), leaf, layout)
 
-    def put_mail(mail: Any, leaf: LeafState, parameter: Any) -> Any:
+    def put_mail(
+        mail: HasShape | None, leaf: LeafState, parameter: ArrayOrShape
+    ) -> jax.ShapeDtypeStruct | None:
         if mail is None:
             return None
         spec = Shard(leaf.spec).at_host(len(mail.shape))
@@ -114,7 +125,7 @@ def _is_at(x: jax.Array, where: jax.sharding.Sharding, *, typed: bool = False) -
     return same or not x.size
 
 
-def check_in_place(state: ZenFlowState, weights: Sequence[Any]) -> None:
+def check_in_place(state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
     """Rejects a state with arrays that are not where `tx.init` puts them.
 
     On a mesh, each device would mistake its piece of an array for other channels. Mail in device
@@ -183,7 +194,7 @@ def place(params: PyTree, opt_state: PyTree) -> Any:
     check_arrays(state, (jax.Array, np.ndarray, np.generic, int, float))  # some may be restored
     state = jax.tree.map(jax.numpy.asarray, state)
 
-    def put(x: jax.Array, like: Any) -> jax.Array:
+    def put(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         if _is_at(x, like.sharding, typed=True):
             return x
         # Assembled arrays need a copy for another type.

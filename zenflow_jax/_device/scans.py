@@ -11,12 +11,21 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
 from jax.extend import source_info_util
-from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+    primitives,
+)
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
@@ -32,7 +41,7 @@ class Stack:
     name: str
     change: Callable[[Any], Any] = lambda layer: layer  # such as casts, which move into the body
 
-    def then(self, change: Callable[..., Any], **options: Any) -> "Stack":
+    def then(self, change: Callable[..., jax.Array], **options: object) -> "Stack":
         return dataclasses.replace(self, change=lambda x: change(self.change(x), **options))
 
 
@@ -48,7 +57,9 @@ class Scan:
     unroll: int
     line: str
 
-    def run_body(self, consts: Any, carry: PyTree, layer: Any) -> tuple[Any, Any]:
+    def run_body(
+        self, consts: Sequence[object], carry: PyTree, layer: Sequence[object]
+    ) -> tuple[Any, Any]:
         """Returns the carry and the outputs of one layer."""
         pairs = zip(self.layers, layer, strict=True)
         layer = [x.change(value) if is_stack(x) else value for x, value in pairs]
@@ -69,20 +80,20 @@ class Evaluation:
         """Returns the last carry and the stacked outputs of a scan over stacks."""
         raise NotImplementedError
 
-    def other(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    def other(self, equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
         """Returns the results of any other equation, which must not read a stack."""
         if any(map(is_stack, inputs)):
             raise self._misread(equation, inputs)
         return _without_stacks(equation, inputs)
 
-    def rematerialized(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    def rematerialized(self, equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
         """Returns the results of a function inside `jax.checkpoint`, without rematerialization."""
         return self.inside(equation).run(equation.params["jaxpr"], inputs)
 
     def inside(self, equation: JaxprEqn) -> "Evaluation":
         return dataclasses.replace(self, caller=self._line(equation))
 
-    def run_whole(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    def run_whole(self, jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[object]) -> list[Any]:
         """Returns the results of a loss; rejects it unless it scans each stack exactly once."""
         results = self.run(jaxpr, inputs)
         for x in filter(is_stack, inputs):
@@ -92,24 +103,25 @@ class Evaluation:
             raise ValueError(f"The loss returns the stack {x.name}. Do not return stacked layers.")
         return results
 
-    def run(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[object]) -> list[Any]:
         """Returns the results of a jaxpr."""
         # jax 0.10 keeps constants in a ClosedJaxpr, 0.11 in the jaxpr itself.
-        consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
-        variables = [*jaxpr.constvars, *jaxpr.invars]
+        consts: Sequence[object] = getattr(jaxpr, "consts", ())
+        bare: Any = getattr(jaxpr, "jaxpr", jaxpr)
+        variables = [*bare.constvars, *bare.invars]
         values = dict(zip(variables, [*consts, *inputs], strict=True))
 
-        def read(x: Any) -> Any:
+        def read(x: Literal | Var) -> Any:
             return x.val if isinstance(x, Literal) else values[x]
 
-        for equation in _live(jaxpr):
+        for equation in _live(bare):
             inputs = [read(x) for x in equation.invars]
             run = self._with_stacks if any(map(is_stack, inputs)) else self.other
             values.update(zip(equation.outvars, run(equation, inputs), strict=True))
-        return [read(x) for x in jaxpr.outvars]
+        return [read(x) for x in bare.outvars]
 
-    def _with_stacks(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-        params, stack = equation.params, inputs[0]
+    def _with_stacks(self, equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
+        params, stack = equation.params, next(filter(is_stack, inputs))
         match equation.primitive:
             case primitives.scan_p:
                 return self._scanned(equation, inputs)
@@ -127,7 +139,7 @@ class Evaluation:
                     return [stack.then(jax.lax.with_sharding_constraint, shardings=sharding)]
         return self.other(equation, inputs)
 
-    def _scanned(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    def _scanned(self, equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
         params, body = equation.params, equation.params["jaxpr"]
         # jax 0.10 and 0.11 count inputs differently, but only scanned arrays lose an axis.
         last = len(inputs) - _count_scanned(equation.invars, body.in_avals)
@@ -160,7 +172,7 @@ class Evaluation:
             f"with `{self.chooser}(where=...)`."
         )
 
-    def _misread(self, equation: JaxprEqn, inputs: Sequence[Any]) -> ValueError:
+    def _misread(self, equation: JaxprEqn, inputs: Sequence[object]) -> ValueError:
         name = next(x.name for x in inputs if is_stack(x))
         return ValueError(
             f"`{equation.primitive}` reads {name} at {self._line(equation)}, but only a scan along "
@@ -183,10 +195,10 @@ class _Streaming(Evaluation):
         carry, outputs = self.scan_layers(body, scan.carry, layers, **options)
         return [*carry, *outputs]
 
-    def rematerialized(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    def rematerialized(self, equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
         results: Sequence[Any] = ()
 
-        def run(*values: Any) -> Sequence[Any]:
+        def run(*values: PyTree) -> Sequence[Any]:
             nonlocal results
             pairs = list(zip(inputs, values, strict=True))
             stacks = {x.index: value for x, value in pairs if is_stack(x)}
@@ -200,15 +212,15 @@ class _Streaming(Evaluation):
         arrays = iter(jax.checkpoint(run, **options)(*self._values(inputs)))
         return [x if is_stack(x) else next(arrays) for x in results]
 
-    def _values(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def _values(self, inputs: Sequence[object]) -> Sequence[Any]:
         return [self.stacks[x.index] if is_stack(x) else x for x in inputs]
 
 
 def evaluate(
-    function: Callable[[dict[int, Any]], Any],
+    function: Callable[[dict[int, jax.Array]], PyTree],
     stacks: Mapping[int, Streamed],
     names: Mapping[int, str],
-    scan_layers: Callable[..., tuple[Any, Any]],
+    scan_layers: Callable[..., tuple[PyTree, PyTree]],
 ) -> Any:
     """Evaluates `function(stacks)`, using `scan_layers` for the scans over stacks.
 
@@ -229,11 +241,11 @@ INSTEAD = {
 }
 
 
-def is_stack(x: Any) -> bool:
+def is_stack(x: object) -> TypeGuard[Stack]:
     return isinstance(x, Stack)
 
 
-def _live(jaxpr: Any) -> list[JaxprEqn]:
+def _live(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Returns the equations that have needed results or effects.
 
     Some libraries read the first layer only for its shape (haliax 1.3).
@@ -247,7 +259,7 @@ def _live(jaxpr: Any) -> list[JaxprEqn]:
     return live[::-1]
 
 
-def _without_stacks(equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+def _without_stacks(equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
     pairs = zip(equation.invars, inputs, strict=True)
     values = {variable: x for variable, x in pairs if not isinstance(variable, Literal)}
     names = ("",) * len(values), ("",) * len(equation.outvars)
@@ -256,12 +268,12 @@ def _without_stacks(equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
     return eval_jaxpr(single, (), *values.values())
 
 
-def _count_scanned(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+def _count_scanned(outside: Sequence[Any], inside: Sequence[ShapedArray]) -> int:
     pairs = zip(outside, inside, strict=True)
     return sum(len(x.aval.shape) > len(layer.shape) for x, layer in pairs)
 
 
-def layer_sharding(sharding: Any) -> NamedSharding | SingleDeviceSharding | None:
+def layer_sharding(sharding: object) -> NamedSharding | SingleDeviceSharding | None:
     """Returns the sharding of one layer, or None if a mesh divides the layers."""
     if isinstance(sharding, SingleDeviceSharding):
         return sharding

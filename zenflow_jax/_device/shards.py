@@ -75,7 +75,7 @@ class Shard:
         place = self._place
         return REPLICATED if place is None else PartitionSpec(tuple(place.mesh.axis_names))
 
-    def partition(self, places: Any) -> Any:
+    def partition(self, places: PyTree) -> Any:
         """Returns a tree of partition specs from a tree of places, such as `BLOCK`."""
         return jax.tree.map(lambda x: x if isinstance(x, PartitionSpec) else x(self), places)
 
@@ -146,7 +146,7 @@ CHANNELS, EACH_DEVICE = Shard.at_channels, Shard.at_each_device
 
 
 def on_each_device(
-    f: Callable[..., Any], spec: LeafSpec, takes: Sequence[Any], gives: PyTree
+    f: Callable[..., PyTree], spec: LeafSpec, takes: Sequence[PyTree], gives: PyTree
 ) -> Callable[..., Any]:
     """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
@@ -159,7 +159,7 @@ def on_each_device(
         return lambda *args: f(shard, *args)
     in_specs, out_specs = shard.partition((tuple(takes), gives))
 
-    def mapped(*args: Any) -> Any:
+    def mapped(*args: PyTree) -> Any:
         leaves, structure = jax.tree.flatten(args)
         specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
         mesh = place.running_mesh(leaves)
@@ -178,7 +178,7 @@ def on_each_device(
         }
         full = [i for i in range(len(leaves)) if i not in empty]
 
-        def on_one(*arrays: Any) -> Any:
+        def on_one(*arrays: jax.Array) -> Any:
             local = {i: jnp.zeros(*kind) for i, kind in empty.items()}
             local.update(zip(full, arrays, strict=True))
             return f(shard, *jax.tree.unflatten(structure, [local[i] for i in range(len(leaves))]))
@@ -201,11 +201,11 @@ def _only(names: Collection[str], spec: PartitionSpec) -> PartitionSpec:
 
 
 def each_leaf(
-    f: Callable[..., Any],
+    f: Callable[..., PyTree],
     specs: Sequence[LeafSpec],
-    takes: Sequence[Any],
+    takes: Sequence[PyTree],
     gives: PyTree,
-    *columns: Iterable[Any],
+    *columns: Iterable[PyTree],
 ) -> Iterator[Any]:
     """Runs `on_each_device` for one leaf after another; a column contains every leaf's argument."""
     for spec, *args in zip(specs, *columns, strict=True):

@@ -43,7 +43,7 @@ class LeafState:
     scores: Float32[Array, "*stack n"] | Any
     spec: LeafSpec  # static
 
-    def replace(self, **changes: Any) -> "LeafState":
+    def replace(self, **changes: object) -> "LeafState":
         return dataclasses.replace(self, **changes)
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class LeafStates:
     def __iter__(self) -> Iterator[LeafState]:
         return iter(self.leaves)
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: int | slice) -> Any:
         return self.leaves[i]
 
     def __len__(self) -> int:
@@ -177,14 +177,14 @@ def places_of(spec: LeafSpec) -> LeafState:
 # so nothing moves between devices.
 
 
-def cut(x: Any, spec: LeafSpec) -> Any:
+def cut(x: jax.Array, spec: LeafSpec) -> jax.Array:
     """Returns a leaf's array for the range of `spec`; unchanged if the leaf has no ranges."""
     if spec.start is None:
         return x
     return jax.lax.slice_in_dim(x, spec.start, spec.start + spec.shape[0], axis=0)
 
 
-def put(whole: Any, part: Any, spec: LeafSpec) -> Any:
+def put(whole: jax.Array, part: jax.Array, spec: LeafSpec) -> jax.Array:
     """Returns a leaf's array with `part` in the range of `spec`."""
     if spec.start is None:
         return part
@@ -243,5 +243,5 @@ def replace_state(opt_state: PyTree, new: ZenFlowState) -> Any:
     return jax.tree.map(lambda x: new if _is_state(x) else x, opt_state, is_leaf=_is_state)
 
 
-def _is_state(x: Any) -> bool:
+def _is_state(x: object) -> bool:
     return isinstance(x, ZenFlowState)

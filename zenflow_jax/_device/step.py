@@ -121,7 +121,7 @@ def _packed_axis(shard: Shard) -> int:
 _SIGNS = {np.dtype(np.uint8): (4, 4), np.dtype(np.uint32): (19, 3)}
 
 
-def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, ...]:
+def _pack_signs(g: jax.Array, axis: int, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, ...]:
     """Packs the signs of `g`: each equal piece of an axis is a digit; the remainder is separate.
 
     The two results are not joined, because a concatenated gradient could then meet a second
@@ -204,8 +204,8 @@ def step_selected(
     # The step does not read the mail, so the mail needs no partition spec here.
     seen = seen._replace(mail=None)
     fixed = tuple(x if isinstance(x, float) else None for x in scalars)
-    others = [None if isinstance(x, float) else x for x in scalars]
-    change, new = _step_similar(p, seen, similar, fixed, others, verdict, length)
+    arrays = [None if isinstance(x, float) else x for x in scalars]
+    change, new = _step_similar(p, seen, similar, fixed, arrays, verdict, length)
     return change, new.replace(spec=leaf.spec)
 
 
@@ -215,16 +215,27 @@ def _step_similar(
     seen: GradientParts,
     leaf: LeafState,
     fixed: Sequence[float | None],
-    *others: Any,
+    arrays: Sequence[jax.Array | None],
+    verdict: Verdict,
+    length: jax.Array | None,
 ) -> tuple[jax.Array, LeafState]:
-    def step(shard: Shard, p: Any, seen: Any, leaf: Any, computed: Any, *rest: Any) -> Any:
-        scalars = (y if x is None else x for x, y in zip(fixed, computed, strict=True))
-        return _step(shard, p, seen, leaf, AdamScalars(*scalars), *rest)
+    def step(
+        shard: Shard,
+        p: jax.Array,
+        seen: GradientParts,
+        leaf: LeafState,
+        arrays: Sequence[jax.Array | None],
+        verdict: Verdict,
+        length: jax.Array | None,
+    ) -> tuple[jax.Array, LeafState]:
+        scalars = (y if x is None else x for x, y in zip(fixed, arrays, strict=True))
+        return _step(shard, p, seen, leaf, AdamScalars(*scalars), verdict, length)
 
     places = places_of(leaf.spec)
     parts = GradientParts(CHANNELS, PART, PART, mail=None)
-    takes = [BLOCK, parts, places, *[REPLICATED] * len(others)]
-    return on_each_device(step, leaf.spec, takes, (BLOCK, places))(p, seen, leaf, *others)
+    takes = [BLOCK, parts, places, REPLICATED, REPLICATED, REPLICATED]
+    run = on_each_device(step, leaf.spec, takes, (BLOCK, places))
+    return run(p, seen, leaf, arrays, verdict, length)
 
 
 def _step(
@@ -251,7 +262,7 @@ def _step(
         decay=spec.decay,
     )
 
-    def if_counted(new: Any, old: Any) -> Any:
+    def if_counted(new: jax.Array, old: jax.Array) -> Any:
         return jnp.where(verdict.finite, new.astype(old.dtype), old)
 
     leaf = leaf.replace(
@@ -300,7 +311,7 @@ def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
     return rounded(old - step, p.dtype) - old
 
 
-def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Rounds float32 numbers to the nearest number in `dtype`.
 
     A compiler may drop a pair of casts, but not this operation. `reduce_precision` alone flushes

@@ -9,7 +9,7 @@ probes' gradients, and the weights' whole gradient never exists.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +85,12 @@ class Streamed:
             f"read the {self.dtype} {self.shape} of `streaming.stream`."
         )
 
-    def __getitem__(self, _: Any) -> Any:
+    def __getitem__(self, _: object) -> Any:
         """Rejects indexing, which nnx uses to read its variables."""
         return self.__jax_array__()
 
 
-def is_streamed(x: Any) -> bool:
+def is_streamed(x: object) -> TypeGuard[Streamed]:
     return isinstance(x, Streamed)
 
 
@@ -160,15 +160,15 @@ def layer_weights(layer: Streamed) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _passed(sending: _Sending, weights: PyTree, channels: Any, probes: PyTree) -> Any:
+def _passed(sending: _Sending, weights: PyTree, channels: jax.Array, probes: PyTree) -> Any:
     return weights
 
 
-def _forward(sending: _Sending, weights: PyTree, channels: Any, probes: PyTree) -> Any:
+def _forward(sending: _Sending, weights: PyTree, channels: jax.Array, probes: PyTree) -> Any:
     return weights, channels
 
 
-def _backward(sending: _Sending, channels: Any, g: Any) -> Any:
+def _backward(sending: _Sending, channels: jax.Array, g: jax.Array) -> Any:
     # Channels are returned so that the step can compare them with the state's.
     return None, channels, _probes(sending, channels, g)
 
@@ -176,7 +176,7 @@ def _backward(sending: _Sending, channels: Any, g: Any) -> Any:
 _passed.defvjp(_forward, _backward)
 
 
-def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
+def _probes(sending: _Sending, channels: jax.Array, g: jax.Array) -> Probes:
     seen = split_gradient(
         g,
         channels.astype(jnp.int32),
@@ -211,7 +211,7 @@ def parts_of(g: Streamed) -> GradientParts:
     return GradientParts(probes.squares, probes.gradient, signs, probes.mail)
 
 
-def misused(gradients: Sequence[Any], leaves: Leaves) -> jax.Array:
+def misused(gradients: Sequence[object], leaves: Leaves) -> jax.Array:
     """Returns whether any layer was not used exactly once, or its gradient was changed.
 
     The layer's mail then differs from its gradient.

@@ -4,9 +4,10 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Span(NamedTuple):
@@ -70,17 +71,18 @@ class Recorder:
         return sorted(self._spans.copy(), key=lambda span: span.start)
 
 
-def recorded(kind: str) -> Callable[[_Method], _Method]:
+def recorded(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Records the calls of a method of `HostEngine`."""
 
-    def around(method: Any) -> Any:
+    def around(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **more: Any) -> Any:
-            start, recorder = time.perf_counter(), self._worker.recorder
+        def call(*args: P.args, **more: P.kwargs) -> T:
+            engine: Any = args[0]
+            start, recorder = time.perf_counter(), engine._worker.recorder
             try:
-                return method(self, *args, **more)
+                return method(*args, **more)
             finally:
-                recorder.returned = recorder.add("caller", kind, self._progress.step, start)
+                recorder.returned = recorder.add("caller", kind, engine._progress.step, start)
 
         return call
 

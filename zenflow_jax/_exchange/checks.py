@@ -80,5 +80,5 @@ class StateChecker:
         return taken
 
 
-def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
+def _same(current: Sequence[object], last: Sequence[object]) -> bool:
     return len(current) == len(last) and all(map(operator.is_, current, last))

@@ -223,7 +223,7 @@ def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
     return np.array(part.cut(read(channels))).reshape(shape) - part.first
 
 
-def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
+def part_sharding(weight: jax.Array, spec: LeafSpec) -> jax.sharding.Sharding:
     """Returns the sharding for an array assembled from a leaf's parts, in the host's order."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding
@@ -252,10 +252,10 @@ def keep_sharding(new: jax.Array, old: jax.Array) -> jax.Array:
     return assemble([s.data for s in new.addressable_shards], old.shape, old.sharding)
 
 
-def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[_T]]) -> list[list[_T]]:
     """Returns each leaf's pieces in device order, from each part's pieces."""
     count = 1 + max((part.leaf for part in parts), default=-1)
-    by_position: list[dict[int, Any]] = [{} for _ in range(count)]
+    by_position: list[dict[int, _T]] = [{} for _ in range(count)]
     for part, on_devices in zip(parts, pieces, strict=True):
         by_position[part.leaf].update(zip(part.positions, on_devices, strict=True))
     return [[x for _, x in sorted(leaf.items())] for leaf in by_position]

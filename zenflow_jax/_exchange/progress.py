@@ -150,7 +150,7 @@ class Lifecycle:
     its call, and counts until it fails, because it may still be running when the engine ends.
     """
 
-    def __init__(self, pending: Mapping[int, Any]):
+    def __init__(self, pending: Mapping[int, object]):
         self._pending = pending
         self.interrupted = False  # whether a call ended between parameters, state and host
         self.told = False  # whether the end was reported; only once

@@ -80,10 +80,18 @@ class Updates:
         self.pending.clear()
         self._merged_uploads.clear()
 
-    def close_window(self, group: int, **hand_over: Any) -> Update:
-        """Closes a group's window and starts its update; `hand_over` has fields of `Update`."""
+    def close_window(
+        self,
+        group: int,
+        leaving: Sequence[tuple[jax.Array, ...] | None] = (),
+        chosen: Sequence[jax.Array] = (),
+        before: jax.Array | None = None,
+    ) -> Update:
+        """Closes a group's window and starts its update; other arguments are as in `Update`."""
         assert group not in self.pending, "a window closed before the last update was collected"
-        update = self.pending[group] = Update(group, self._merged_uploads, **hand_over)
+        update = self.pending[group] = Update(
+            group, self._merged_uploads, leaving=leaving, chosen=chosen, before=before
+        )
         self._merged_uploads = []
         self._worker.post(update)
         return update
@@ -173,7 +181,9 @@ class Updates:
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
 
-    def _fetch_rest(self, group: Group, uploads: Sequence[Any], after: Any) -> Sequence[Any]:
+    def _fetch_rest(
+        self, group: Group, uploads: Sequence[list[jax.Array]], after: jax.Array
+    ) -> Sequence[Any]:
         """Uploads the parts of an update that were not prefetched, and waits for them."""
         late = [i for i, pieces in enumerate(uploads) if not pieces]
         if not late:
@@ -196,7 +206,7 @@ class Updates:
         return [upload(array, device) for device in self._parts[i].devices]
 
     def reselect(
-        self, number: int, weights: list[jax.Array], leaves: Leaves, after: Any
+        self, number: int, weights: list[jax.Array], leaves: Leaves, after: jax.Array
     ) -> list[LeafState]:
         """Closes a group's window and hands channels over; entering channels are up to date.
 

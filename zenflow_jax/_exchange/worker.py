@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import copy_to_host, nbytes, read, upload, view
 from zenflow_jax._device.state import ZenFlowState
@@ -126,7 +127,7 @@ class Worker:
         if not may_write:
             raise _Stop if on_thread else RuntimeError("the engine was closed")
 
-    def wait(self, future: Future, after: Any) -> Any:
+    def wait(self, future: Future, after: PyTree) -> Any:
         """Waits for the result of `future`, on the caller's thread.
 
         The wait counts as a wait for the host only once `after`, the last step's arrays, is ready.
@@ -216,7 +217,7 @@ class Worker:
         waits = first is None or (first.arrived is not None and not first.arrived.done())
         return None if waits else first
 
-    def _finish(self, message: Mail | Update, result: Any) -> None:
+    def _finish(self, message: Mail | Update, result: object) -> None:
         self.recorder.works_at(None)  # before others read the seconds
         message.done.set_result(result)
         with self._condition:

@@ -22,7 +22,6 @@ sign. All other numbers are restored exactly.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -45,7 +44,7 @@ Tile = tuple[int, int, int, int]
 Run = Callable[[Callable[[Tile], None], list[Tile]], None]
 
 
-def aligned_zeros(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
+def aligned_zeros(shape: Sequence[int], dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
     """Makes zeros, whose pages use memory only after a write."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(nbytes + ALIGNMENT - 1, np.uint8)
@@ -98,7 +97,7 @@ class HostArray:
     extra: np.ndarray | None = None
 
     @classmethod
-    def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "HostArray":
+    def zeros(cls, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> "HostArray":
         """Makes zeros in the format that `dtype` stands for."""
         kind = _EXTRA.get(np.dtype(dtype))
         *channels, width = shape
@@ -194,7 +193,7 @@ def new_moments(shape: tuple[int, ...], *, compact: bool) -> tuple[HostArray, Ho
     return HostArray.zeros(shape, first), HostArray.zeros(shape, second)
 
 
-def bytes_of(shape: tuple[int, ...], dtype: Any, *, compact: bool) -> int:
+def bytes_of(shape: tuple[int, ...], dtype: np.dtype, *, compact: bool) -> int:
     """Returns the bytes of a leaf's masters and moments; `dtype` is the leaf's."""
     size, kinds = math.prod(shape), (_FIRST, _SECOND)
     total = size * (dtype.itemsize + (_EXTRA[dtype].itemsize if dtype in _EXTRA else 0))

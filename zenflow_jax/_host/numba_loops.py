@@ -62,10 +62,12 @@ def inner(function: Callable) -> Any:
     return compiled(function, _INNER)
 
 
-def by_type(position: int, kind: Any, if_kind: Callable, otherwise: Callable) -> Callable:
+def by_type(
+    position: int, kind: numba.types.Type, if_kind: Callable, otherwise: Callable
+) -> Callable:
     """Returns a function for compiled code that is `if_kind` if an argument is a `kind`."""
 
-    def either(*args: Any) -> Any:
+    def either(*args: object) -> Any:
         raise NotImplementedError("Only compiled code may call this function.")
 
     pair = inspect.unwrap(if_kind), inspect.unwrap(otherwise)

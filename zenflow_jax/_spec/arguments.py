@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +90,7 @@ def check_transfer_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     return np.dtype(dtype)
 
 
-def check_static(arguments: Mapping[str, Any]) -> None:
+def check_static(arguments: Mapping[str, object]) -> None:
     """Rejects arrays in place of arguments that determine the state's structure."""
     for name, value in arguments.items():
         if isinstance(value, jax.Array):
@@ -101,7 +100,7 @@ def check_static(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def check_numbers(**numbers: Any) -> None:
+def check_numbers(**numbers: object) -> None:
     """Rejects values that are not real scalars, and untraced values out of range."""
     for name, value in numbers.items():
         has_schedule = name in ("learning_rate", "weight_decay")
@@ -110,7 +109,7 @@ def check_numbers(**numbers: Any) -> None:
         is_python = isinstance(value, Real)
         dtype = np.dtype(type(value)) if is_python else getattr(value, "dtype", np.dtype(object))
         is_float = jnp.issubdtype(dtype, jnp.floating)
-        if not (is_float or jnp.issubdtype(dtype, jnp.integer)) or np.shape(value):
+        if not (is_float or jnp.issubdtype(dtype, jnp.integer)) or getattr(value, "shape", ()):
             raise TypeError(f"`{name}` must be a number or a scalar array, got {value!r}.")
         if is_float and np.dtype(dtype).itemsize < 4:
             raise TypeError(

@@ -3,14 +3,18 @@
 import dataclasses
 import math
 import sys
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from zenflow_jax._spec.mesh import Placement
+
+T = TypeVar("T", jax.Array, np.ndarray)
+Axis = TypeVar("Axis")
 
 #: Dtypes that a leaf may have. Wider dtypes would lose bits in float32 arithmetic. In float16, most
 #: gradients underflow unless the loss is scaled, and no 16 bits complete a weight to its master.
@@ -106,7 +110,7 @@ class LeafSpec:
         """Returns whether channels are the last axis; the host then has the last two exchanged."""
         return self.axis == len(self.shape) - 1 > 0
 
-    def turned(self, x: Any) -> Any:
+    def turned(self, x: T) -> T:
         """Returns a jax or NumPy array of this leaf in the host's axis order, or the reverse."""
         return x.swapaxes(-2, -1) if self.trailing else x
 
@@ -119,7 +123,7 @@ class LeafSpec:
         if not self.trailing:
             return self
 
-        def exchanged(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+        def exchanged(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
             return (*axes[:-2], axes[-1], axes[-2])
 
         place = self.placement
@@ -138,7 +142,7 @@ class LeafSpec:
         return math.prod(self.stack), channels, math.prod(self.shape[self.axis + 1 :])
 
 
-def check_memory(name: str, parameter: Any) -> None:
+def check_memory(name: str, parameter: object) -> None:
     """Rejects a parameter in host memory; the parameter may be traced or abstract."""
     if isinstance(parameter, Tracer):
         in_host_memory = jax.typeof(parameter).memory_space == jax.memory.Space.Host
@@ -154,13 +158,13 @@ def check_memory(name: str, parameter: Any) -> None:
         )
 
 
-def as_pure(tree: Any) -> Any:
+def as_pure(tree: PyTree) -> PyTree:
     """Returns a flax nnx tree as a tree of arrays, and any other tree unchanged."""
     nnx = sys.modules.get("flax.nnx")  # the caller imported flax to make such a tree
     return tree if nnx is None else nnx.as_pure(tree)
 
 
-def plain_name(path: tuple[Any, ...]) -> str:
+def plain_name(path: jax.tree_util.KeyPath) -> str:
     """Formats a leaf's key path in the same way with or without a flax nnx wrapper."""
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]

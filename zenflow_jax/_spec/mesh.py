@@ -9,11 +9,26 @@ parallelism), each works only on its *part* of it, as in ZeRO. Otherwise the par
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+#: An array of jax, traced or not, or its shape and sharding.
+ArrayOrShape = jax.Array | jax.ShapeDtypeStruct
+
+
+@runtime_checkable
+class HasShape(Protocol):
+    """An array of jax or NumPy, or a shape of jax or of a checkpoint library."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+
 
 #: The mesh axes that divide each axis of a leaf, the outermost first.
 MeshAxes = tuple[tuple[str, ...], ...]
@@ -48,7 +63,7 @@ class Placement:
         auto = dict.fromkeys(self.mesh.axis_names, AxisType.Auto)
         return dataclasses.replace(self, mesh=self.mesh.update_axis_types(auto))
 
-    def running_mesh(self, arrays: Sequence[Any]) -> AbstractMesh:
+    def running_mesh(self, arrays: Sequence[jax.typing.ArrayLike]) -> AbstractMesh:
         """Returns the mesh with the axis types of the program that is being traced."""
         meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
         return next((x for x in meshes if x.shape_tuple == self.mesh.shape_tuple), self.mesh)
@@ -60,7 +75,7 @@ def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
     return frozenset(name for name, kind in types if kind == AxisType.Explicit)
 
 
-def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
+def placement_of(leaf: HasShape, sharding: Sharding | None = None) -> Placement | None:
     """Returns `leaf`'s placement on its mesh, or None on one device or before it is known.
 
     `sharding` replaces the leaf's own sharding, which a traced leaf has only on Explicit axes.
@@ -86,11 +101,9 @@ def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
 def mesh_axes(spec: PartitionSpec, rank: int) -> MeshAxes:
     """Expands `spec` to one tuple of mesh axes for each of `rank` axes."""
 
-    def names(entry: Any) -> tuple[str, ...]:
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            return ()
-        # A single name need not be in a tuple.
-        return (entry,) if isinstance(entry, str) else tuple(entry)
+    def names(entry: object) -> tuple[str, ...]:
+        # A single name need not be in a tuple. All else divides no axis: None, `UNCONSTRAINED`.
+        return (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
 
     return tuple(map(names, [*spec, *[None] * (rank - len(spec))]))
 

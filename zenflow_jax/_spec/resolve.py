@@ -14,29 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, check_memory, plain_name
-from zenflow_jax._spec.mesh import Placement, divide_blocks, explicit_axes, placement_of
+from zenflow_jax._spec.mesh import HasShape, Placement, divide_blocks, explicit_axes, placement_of
 from zenflow_jax._spec.rules import round_up
 
 _logger = logging.getLogger("zenflow_jax")
-Path = tuple[Any, ...]  # a key path
 
 
 class LeafRules(NamedTuple):
     """The arguments of `zenflow` that decide what kind of leaf each parameter is."""
 
     topk_ratio: float
-    channel_axis: int | Callable[[Path, Any], int]
-    resident: Callable[[Path, Any], bool] | None
-    partition_replicated: bool | Callable[[Path, Any], bool]
+    channel_axis: int | Callable[[KeyPath, Any], int]
+    resident: Callable[[KeyPath, Any], bool] | None
+    partition_replicated: bool | Callable[[KeyPath, Any], bool]
     transfer_dtype: np.dtype | None
-    mask: Any  # a tree of bools, or a function that returns one
-    lr_scale: Any  # a tree of numbers, or a function of a leaf
-    param_shardings: Any  # a tree of shardings, or a function that returns one
+    mask: PyTree  # a tree of bools, or a function that returns one
+    lr_scale: PyTree  # a tree of numbers, or a function of a leaf
+    param_shardings: PyTree  # a tree of shardings, or a function that returns one
 
 
-def resolve_specs(params: Any, rules: LeafRules) -> tuple[LeafSpec, ...]:
+def resolve_specs(params: PyTree, rules: LeafRules) -> tuple[LeafSpec, ...]:
     """Returns a `LeafSpec` for each leaf of `params`, in order."""
     paths = jax.tree_util.tree_leaves_with_path(as_pure(params))
     if not paths:  # `params` may be any placeholder
@@ -50,10 +51,12 @@ def resolve_specs(params: Any, rules: LeafRules) -> tuple[LeafSpec, ...]:
     )
 
 
-def _resolve(path: Path, leaf: Any, rules: LeafRules, sharding: NamedSharding | None) -> LeafSpec:
+def _resolve(
+    path: KeyPath, leaf: object, rules: LeafRules, sharding: NamedSharding | None
+) -> LeafSpec:
     """Returns a leaf's spec, except for weight decay and learning rate."""
     name = plain_name(path)
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+    if not isinstance(leaf, HasShape):
         raise TypeError(f"{name} is not an array: {leaf!r}. {_KEEP_OUT}")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
         raise ValueError(
@@ -107,7 +110,7 @@ def _check_types(name: str, place: Placement) -> None:
             )
 
 
-def _shardings(params: Any, param_shardings: Any) -> list[Any]:
+def _shardings(params: PyTree, param_shardings: PyTree) -> list[Any]:
     """Returns the user's sharding for each leaf, or None if there is none."""
     if param_shardings is None:
         return [None] * len(jax.tree.leaves(params))
@@ -115,7 +118,7 @@ def _shardings(params: Any, param_shardings: Any) -> list[Any]:
     return _spread("param_shardings", tree, params, "NamedShardings")
 
 
-def _scales(params: Any, lr_scale: Any) -> list[float]:
+def _scales(params: PyTree, lr_scale: PyTree) -> list[float]:
     """Returns each leaf's factor for the learning rate."""
     if callable(lr_scale):
         scales = jax.tree_util.tree_map_with_path(lr_scale, as_pure(params))
@@ -128,9 +131,9 @@ def _scales(params: Any, lr_scale: Any) -> list[float]:
     return list(map(float, values))
 
 
-def _spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
+def _spread(name: str, tree: PyTree, params: PyTree, kind: str) -> list[PyTree]:
     """Returns the value for each leaf of `params` from an argument that is a prefix tree."""
-    values: list[Any] = []
+    values: list[PyTree] = []
     try:
         jax.tree.map(
             lambda x, part: values.extend([x] * len(jax.tree.leaves(part))),
@@ -144,7 +147,9 @@ def _spread(name: str, tree: Any, params: Any, kind: str) -> list[Any]:
     return values
 
 
-def warn_of_leaves(params: Any, specs: Sequence[LeafSpec], *, offloads: bool, clips: bool) -> None:
+def warn_of_leaves(
+    params: PyTree, specs: Sequence[LeafSpec], *, offloads: bool, clips: bool
+) -> None:
     """Warns about leaves that the user probably did not intend; `repr(state)` shows all leaves."""
     if offloads and any(0 not in x.shape for x in specs) and all(x.resident for x in specs):
         _logger.warning(
@@ -164,5 +169,5 @@ def warn_of_leaves(params: Any, specs: Sequence[LeafSpec], *, offloads: bool, cl
         )
 
 
-def _is_masked(x: Any) -> bool:
+def _is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)

@@ -53,7 +53,7 @@ def window_step(s: AdamScalars, counted: int, scaled: bool) -> WindowStep:
     if not scaled:
         return WindowStep(s, 1, s.b1, s.b2)
 
-    def power(b: Any, one_minus_b: Any) -> tuple[Any, Any]:
+    def power(b: float, one_minus_b: float) -> tuple[Any, Any]:
         if counted == 1:
             return b, one_minus_b
         # Uses `1 - b`, which is exact where `b` is rounded; for `b` = 0, the logarithm is -inf.

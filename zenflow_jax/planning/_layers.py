@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Sharding
+from jaxtyping import PyTree
 
+from zenflow_jax._spec.mesh import ArrayOrShape
 from zenflow_jax._spec.rules import check_one_of
 from zenflow_jax.layerwise._optimizer import Kind, flat
 from zenflow_jax.layerwise._programs import trace_model
@@ -27,10 +30,12 @@ from zenflow_jax.planning._plans import (
 )
 from zenflow_jax.planning._steps import nbytes, products
 
+Shapes = tuple[jax.ShapeDtypeStruct, ...]
+
 
 def plan_layerwise(
-    params: Mapping[str, Any],
-    batch: Any,
+    params: Mapping[str, PyTree],
+    batch: PyTree,
     *,
     first: Callable,
     layer: Callable | Sequence[Callable],
@@ -96,7 +101,7 @@ def plan_layerwise(
 
 
 def pinned_bytes(
-    params: Mapping[str, Any], optimizer: optax.GradientTransformation, *, gradients: bool
+    params: Mapping[str, PyTree], optimizer: optax.GradientTransformation, *, gradients: bool
 ) -> int:
     """Returns one device's pinned bytes of weights, state and `gradients`, without a backend."""
     _, kinds, _ = _kinds_of(optimizer, params)
@@ -104,12 +109,12 @@ def pinned_bytes(
 
 
 def _kinds_of(
-    optimizer: optax.GradientTransformation, params: Mapping[str, Any]
-) -> tuple[list[Any], list[Kind], float]:
+    optimizer: optax.GradientTransformation, params: Mapping[str, PyTree]
+) -> tuple[list[PyTree], list[Kind], float]:
     """Returns the shapes of each block's weights, its kind, and the operations of all updates."""
 
     @functools.cache
-    def kind_of(treedef: Any, leaves: tuple[Any, ...]) -> tuple[Kind, float]:
+    def kind_of(treedef: Any, leaves: Shapes) -> tuple[Kind, float]:
         kind, flops = Kind(treedef.unflatten(leaves), optimizer, None), 0.0
         for i, (x, state) in enumerate(zip(leaves, kind.states, strict=True)):
             tree = kind.alone(i, *_float32([x]))
@@ -136,7 +141,7 @@ class _Work(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def _work_of(
     functions: tuple[Callable, tuple[Callable, ...], Callable],
-    leaves: tuple[Any, ...],
+    leaves: Shapes,
     treedef: Any,
     several: bool,
     compiles: bool,
@@ -148,7 +153,7 @@ def _work_of(
     program = trace_model(*functions, trees[0], trees[1:], types, trains, None, {})
     shares = shares_of(batch)
 
-    def call(function: Any, *args: Any) -> tuple[Any, int]:
+    def call(function: Any, *args: PyTree) -> tuple[PyTree, int]:
         """Returns the results as shapes, and the bytes of temporaries; adds up operations."""
         nonlocal flops
         if function not in known:
@@ -162,7 +167,7 @@ def _work_of(
         flops += known[function][2]
         return known[function][:2]
 
-    def size(arrays: Any) -> int:
+    def size(arrays: PyTree) -> int:
         each = jax.tree.leaves(arrays)
         return sum(nbytes_here(x) if x.sharding else nbytes(x) // shares for x in each)
 
@@ -195,7 +200,7 @@ def _work_of(
 
 def _moments(
     work: _Work,
-    trees: Sequence[Any],
+    trees: Sequence[PyTree],
     held: int,
     several: bool,
     flights: tuple[int, int],
@@ -224,13 +229,13 @@ def _moments(
     return [dict(zip(names, uses, strict=True)) for uses in moments]
 
 
-def _places(arrays: Sequence[Any]) -> tuple[Any, ...]:
+def _places(arrays: Sequence[jax.ShapeDtypeStruct]) -> tuple[Sharding | None, ...]:
     return tuple(x.sharding for x in arrays)
 
 
-def _float32(tree: Any) -> list[Any]:
+def _float32(tree: PyTree) -> list[jax.ShapeDtypeStruct]:
     return [x.update(dtype=jnp.float32) for x in jax.tree.leaves(tree)]
 
 
-def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def _at(x: ArrayOrShape, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)

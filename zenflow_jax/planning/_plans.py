@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import find_state, has_state
+from zenflow_jax._spec.mesh import HasShape
 from zenflow_jax._spec.rules import check_int_or_none, is_compact
 from zenflow_jax.planning._gpus import EFFICIENCY, Gpu, gpu_named
 from zenflow_jax.planning._host_work import LATE, needs_of
@@ -100,10 +102,10 @@ class Plan:
 
 
 def plan(
-    step: Any,
-    params: Any,
-    opt_state: Any,
-    *arguments: Any,
+    step: jax.stages.Wrapped,
+    params: PyTree,
+    opt_state: PyTree,
+    *arguments: PyTree,
     device: str | Gpu = "h100",
     host_state: str = "float32",
     prefetch_bytes: int | None = None,
@@ -152,18 +154,18 @@ def plan(
     )
 
 
-def new_plan(gpu: Gpu, weights: Sequence[Any], **fields: Any) -> Plan:
+def new_plan(gpu: Gpu, weights: Sequence[HasShape], **fields: Any) -> Plan:
     """Returns a plan for these weights on a typical machine."""
     devices, parameters = devices_of(weights), sum(math.prod(x.shape) for x in weights)
     rate, memory = gpu.host_beside(devices)
     return Plan(gpu, devices, parameters, memory, rate, **fields)
 
 
-def devices_of(arrays: Sequence[Any]) -> int:
+def devices_of(arrays: Sequence[object]) -> int:
     return max(getattr(getattr(x, "sharding", None), "num_devices", 1) for x in arrays)
 
 
-def nbytes_here(x: Any) -> int:
+def nbytes_here(x: HasShape) -> int:
     """Returns an array's bytes on one device."""
     sharding = getattr(x, "sharding", None)
     return nbytes(
@@ -171,7 +173,7 @@ def nbytes_here(x: Any) -> int:
     )
 
 
-def shares_of(arguments: Any) -> int:
+def shares_of(arguments: PyTree) -> int:
     """Returns the number of shares that devices split the most divided argument into."""
     shares = [nbytes(x) // max(nbytes_here(x), 1) for x in jax.tree.leaves(arguments)]
     return max([1, *shares])

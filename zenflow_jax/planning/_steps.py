@@ -9,7 +9,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.extend.core import Var, jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
+from zenflow_jax._spec.mesh import HasShape
 from zenflow_jax.planning._gpus import GPUS
 
 #: Installs the compiler for GPUs on any x86 machine.
@@ -34,13 +36,13 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
     return Mesh(np.array(topology.devices).reshape(*sizes.values()), tuple(sizes))
 
 
-def placed(tree: Any, mesh: Mesh) -> Any:
+def placed(tree: PyTree, mesh: Mesh) -> PyTree:
     """Returns shapes on the mesh, with their own sharding or replicated.
 
     A described device has no host memory for mail, but jit drops this argument: no step reads it.
     """
 
-    def place(x: Any) -> jax.ShapeDtypeStruct:
+    def place(x: HasShape) -> jax.ShapeDtypeStruct:
         known = getattr(x, "sharding", None)
         spec = known.spec if isinstance(known, NamedSharding) else PartitionSpec()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -77,7 +79,7 @@ def products(jaxpr: Any) -> float:
     return flops
 
 
-def nbytes(x: Any) -> int:
+def nbytes(x: HasShape) -> int:
     """Returns the bytes of an array or a shape."""
     return math.prod(x.shape) * x.dtype.itemsize
 
