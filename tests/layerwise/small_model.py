@@ -48,9 +48,9 @@ def decayed(tree):
     return jax.tree_util.tree_map_with_path(lambda path, _: "bias" not in str(path), tree)
 
 
-def loss_of(params, batch, functions=(layer,) * LAYERS, ends=(first, last)):
+def loss_of(params, batch, function=layer, ends=(first, last)):
     carry, shared = ends[0](params["outer"], batch)
-    for function, w in zip(functions, params["layers"], strict=True):
+    for w in params["layers"]:
         carry = function(w, carry, shared)
     return ends[1](params["outer"], carry, batch)
 

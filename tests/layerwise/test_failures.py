@@ -88,15 +88,15 @@ def test_a_non_finite_gradient_ends_a_run_that_has_already_updated_layers():
         trainer.close()
 
 
-@pytest.mark.parametrize("updates", ["after_backward", "during_backward"])
-def test_a_schedule_that_returns_nan_ends_the_run_by_the_leafs_name(updates):
+@pytest.mark.parametrize(
+    ("updates", "leaf"), [("after_backward", "outer.head"), ("during_backward", "layers.3.bias")]
+)
+def test_a_schedule_that_returns_nan_ends_the_run_by_the_leafs_name(updates, leaf):
     rate = optax.adamw(lambda n: jnp.where(n < 2, 1e-2, jnp.nan))
-    with layerwise.Trainer(
-        new_params(), **MODEL, optimizer=rate, updates=updates, frozen=["outer", 0, 1, 2]
-    ) as trainer:
+    with layerwise.Trainer(new_params(), **MODEL, optimizer=rate, updates=updates) as trainer:
         for batch in BATCHES[:3]:
             trainer.step(batch)
-        with pytest.raises(FloatingPointError, match=r"layers\.3\.bias is not finite in step 3"):
+        with pytest.raises(FloatingPointError, match=f"{leaf} is not finite in step 3"):
             trainer.step(BATCHES[3])
         trainer.close()
 
@@ -110,7 +110,6 @@ def test_a_non_finite_loss_skips_the_step_and_a_resumed_run_goes_on_counting(upd
         "last": lambda outer, x, batch: last(outer, x, batch) / (batch[0, 0] != -7),
         "optimizer": optax.adamw(1e-2),
         "updates": updates,
-        "max_skipped": 2,
     }
     bad = BATCHES[0].copy()
     bad[0, 0] = -7
@@ -123,9 +122,8 @@ def test_a_non_finite_loss_skips_the_step_and_a_resumed_run_goes_on_counting(upd
         state = trainer.state()
     with layerwise.Trainer(weights, **options, state=state) as trainer:
         assert trainer.stats.skipped_steps == 2
-        with pytest.raises(FloatingPointError, match="last 2 steps"):
-            step_and_wait(trainer, bad)
-        trainer.close()
+        step_and_wait(trainer, bad)
+        assert trainer.stats.skipped_steps == int(trainer.skipped) == 3
 
 
 def test_a_run_that_needs_too_much_pinned_memory_is_refused_with_the_need_of_all_layers(
@@ -165,8 +163,6 @@ def unfiltered():
         ({"last": lambda o, x, b: jax.random.normal(KEY)}, ValueError, "`last` uses a random key"),
         ({"layer": [layer] * 3}, ValueError, "3 functions for 4 layers"),
         ({"params": {"outer": {}, "layers": iter([])}}, ValueError, "has no layers"),
-        ({"frozen": [4]}, ValueError, "the layers are 0 to 3"),
-        ({"frozen": "outer"}, TypeError, r"is a string. Pass a list, such as \['outer'\]"),
         ({"updates": "late"}, ValueError, "during_backward"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm"),
         ({"params": {"outer": {}, "layers": [np.arange(3)]}}, TypeError, "layers.0 is int.., but"),
@@ -203,9 +199,7 @@ def test_calls_after_an_interrupted_step_are_rejected(monkeypatch):
 
 def test_a_with_block_closes_the_trainer_though_its_last_step_failed():
     with pytest.raises(FloatingPointError):  # noqa: PT012
-        with layerwise.Trainer(
-            new_params(), **MODEL, optimizer=optax.sgd(jnp.nan), frozen=["outer"]
-        ) as trainer:
+        with layerwise.Trainer(new_params(), **MODEL, optimizer=optax.sgd(jnp.nan)) as trainer:
             trainer.step(BATCHES[0])
     with pytest.raises(RuntimeError, match="closed"):
         trainer.params()

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.layerwise.small_model import BATCHES, MODEL, new_params, reference
+from tests.layerwise.small_model import BATCHES, MODEL, loss_of, new_params, reference
 from zenflow_jax import layerwise
 
 pytestmark = [
@@ -64,13 +64,6 @@ def small(params):
     return {"outer": params["outer"], "layers": params["layers"][:2]}
 
 
-def loss_of(params, batch):
-    carry, shared = MODEL["first"](params["outer"], batch)
-    for w in params["layers"]:
-        carry = MODEL["layer"](w, carry, shared)
-    return MODEL["last"](params["outer"], carry, batch)
-
-
 def trained(optimizer, **options):
     with layerwise.Trainer(small(new_params()), **MODEL, optimizer=optimizer, **options) as trainer:
         losses = [float(trainer.step(batch)) for batch in BATCHES[:4]]
@@ -80,7 +73,7 @@ def trained(optimizer, **options):
 @pytest.mark.parametrize("name", sorted(aliases().keys() - REFUSED.keys()))
 def test_a_run_equals_the_optimizer_on_the_whole_model(name):
     optimizer = made(name)
-    expected, losses = reference(optimizer, small(new_params()), BATCHES[:4], loss_of)
+    expected, losses = reference(optimizer, small(new_params()), BATCHES[:4])
     got, values = trained(optimizer, updates="during_backward")
     close = functools.partial(np.testing.assert_allclose, atol=ATOL, rtol=RTOL)
     close(values, losses)
@@ -128,7 +121,7 @@ PARTED = {
 
 @pytest.mark.parametrize("part", PARTED.values(), ids=PARTED)
 def test_masks_and_labels_get_a_layers_tree_and_do_not_hide_a_norm(part):
-    expected, _ = reference(part(optax.lion(1e-2)), small(new_params()), BATCHES[:4], loss_of)
+    expected, _ = reference(part(optax.lion(1e-2)), small(new_params()), BATCHES[:4])
     got, _ = trained(part(optax.lion(1e-2)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=ATOL), got, expected)
     clips = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2))

@@ -46,23 +46,23 @@ def loss_fn(params, batch, **options):
     return last(params, x, batch)
 
 
-def train(loss_fn, params, batches, where=None, **options):
+def train(loss_fn, params, batches, where=None):
     """Returns the parameters and losses of a run."""
     model = layerwise.ScannedModel(loss_fn, params, batches[0], where=where)
     split = model.split(params)
-    with layerwise.Trainer(split, **model.functions, **ADAMW, **options) as trainer:
+    with layerwise.Trainer(split, **model.functions, **ADAMW) as trainer:
         losses = [float(trainer.step(batch)) for batch in batches]
         return model.join(trainer.params()), losses
 
 
 def test_a_scan_is_bit_identical_to_three_functions():
-    params, options = new_params(jnp.bfloat16), {"frozen": [1]}
-    with layerwise.Trainer(params, **MODEL, **ADAMW, **options) as trainer:
+    params = new_params(jnp.bfloat16)
+    with layerwise.Trainer(params, **MODEL, **ADAMW) as trainer:
         expected = [float(trainer.step(batch)) for batch in BATCHES]
         trained = trainer.params()
     params["layers"], trained["layers"] = params["layers"][::-1], trained["layers"][::-1]
     run = jax.jit(jax.checkpoint(partial(loss_fn, reverse=True, unroll=2)))
-    got, losses = train(run, stacked(params), BATCHES, **options)
+    got, losses = train(run, stacked(params), BATCHES)
     assert losses == expected
     check_equal(got, stacked(trained))
 
@@ -229,23 +229,18 @@ def test_parameters_of_another_model_are_rejected():
     assert len([*split["layers"]]) == len([*split["layers"]]) == LAYERS
     with pytest.raises(ValueError, match="4 functions for 3 layers"):
         layerwise.Trainer(split | {"layers": [*split["layers"]][1:]}, **model.functions, **ADAMW)
-    with pytest.raises(ValueError, match=r"bias'\] is float32\[2, 8\], but was float32\[4, 8\]"):
-        model.split(params | {"layers": jax.tree.map(lambda x: x[:2], params["layers"])})
-
-
-def one_more(params):
-    return params | {"more": params["head"]}
-
-
-def renamed(params):
-    return {f"{name}_2": x for name, x in params.items()}
-
-
-@pytest.mark.parametrize("change", [renamed, one_more])
-def test_parameters_with_other_names_are_rejected(change):
-    params = stacked(new_params())
-    with pytest.raises(ValueError, match="is absent, but was|, but was absent"):
-        layerwise.ScannedModel(loss_fn, params, BATCHES[0]).split(change(params))
+    for change, text in (
+        (
+            {"layers": {name: x[:2] for name, x in params["layers"].items()}},
+            "2, 8.*, but was .*4, 8",
+        ),
+        ({"more": params["head"]}, ", but was absent"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            model.split(params | change)
+    renamed = {f"{name}_2": x for name, x in params.items()}
+    with pytest.raises(ValueError, match="is absent, but was"):
+        model.split(renamed)
 
 
 def test_a_scan_in_the_other_direction_does_not_resume():

@@ -42,23 +42,12 @@ def nothing_is_small(monkeypatch):
     ("updates", "parts", "inputs"),
     [("after_backward", 1, "device"), ("during_backward", 2, "host")],
 )
-def test_a_run_with_a_frozen_layer_equals_adamw(updates, parts, inputs):
-    def mask(tree):
-        of_layers = [decayed(w) for w in tree["layers"]]
-        of_layers[1] = False  # the frozen layer
-        return {"outer": decayed(tree["outer"]), "layers": of_layers}
-
-    def with_a_frozen_layer(params, batch):
-        layers = list(params["layers"])
-        layers[1] = jax.lax.stop_gradient(layers[1])
-        return loss_of(params | {"layers": layers}, batch)
-
+def test_a_run_equals_adamw(updates, parts, inputs):
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 7)
-    whole = optax.adamw(rate, weight_decay=0.1, mask=mask)
-    expected, losses = reference(whole, new_params(), BATCHES, with_a_frozen_layer)
     optimizer = optax.adamw(rate, weight_decay=0.1, mask=decayed)
+    expected, losses = reference(optimizer, new_params(), BATCHES)
     with layerwise.Trainer(
-        new_params(), **MODEL, optimizer=optimizer, updates=updates, inputs=inputs, frozen=[1]
+        new_params(), **MODEL, optimizer=optimizer, updates=updates, inputs=inputs
     ) as trainer:
         got = [float(trainer.step(*np.split(batch, parts))) for batch in BATCHES]
         params = jax.tree.map(np.asarray, trainer.params())
@@ -149,15 +138,10 @@ def test_layer_inputs_are_kept_in_the_memory_that_inputs_names(inputs, memory, m
         return loss(run, outer)
 
     monkeypatch.setattr(_Pass, "losses", noting)
-    with layerwise.Trainer(
-        new_params(),
-        **MODEL,
-        optimizer=optax.sgd(1e-2),
-        inputs=inputs,
-        frozen=["outer", *range(LAYERS - 1)],
-    ) as trainer:
+    options = {"optimizer": optax.sgd(1e-2), "inputs": inputs}
+    with layerwise.Trainer(new_params(), **MODEL, **options) as trainer:
         trainer.step(BATCHES[0])
-    ((inputs,),) = kept  # the backward pass does not read those of frozen lower layers
+    *_, (inputs,) = kept
     # Layers pass on the shared data, so it stays.
     assert [x.sharding.memory_kind for x in inputs] == [memory, "device", "device"]
 
@@ -253,35 +237,23 @@ def test_an_evaluation_leaves_nothing_on_the_device():
         assert live_bytes() == before
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_the_loss_has_no_gradient_of_outer_weights_that_it_does_not_read(monkeypatch, parts):
-    losses, totals = _Pass.losses, []
-
-    def noting(run, outer):
-        result = losses(run, outer)
-        totals.append([x is not None for x in run.total])
-        return result
-
-    monkeypatch.setattr(_Pass, "losses", noting)
-    params = new_params()
-    before = params["outer"]["table"]
-    with layerwise.Trainer(
-        params,
-        first=lambda outer, batch: (outer["table"][batch[:, :-1]], None),
-        layer=lambda w, x, _: jnp.tanh(x @ w["up"]) @ w["down"],
-        last=lambda outer, x, batch: jnp.mean((x @ outer["head"]) ** 2),
-        optimizer=optax.sgd(0.1),
-    ) as trainer:
-        trainer.step(*np.split(BATCHES[0], parts))
-        assert not np.array_equal(trainer.params()["outer"]["table"], before)
-    assert totals == [[True, False]]  # head and table
+@pytest.mark.usefixtures("nothing_is_small")
+def test_a_trainer_without_an_optimizer_evaluates_and_holds_only_the_weights():
+    params = new_params(jnp.bfloat16)
+    with layerwise.Trainer(params, **MODEL, optimizer=None) as trainer:
+        value = jax.jit(loss_of)(params, BATCHES[0])
+        assert float(trainer.evaluate(BATCHES[0])) == pytest.approx(float(value), rel=1e-3)
+        assert trainer.stats.pinned_bytes == sum(x.nbytes for x in jax.tree.leaves(params))
+        check_equal(masters_of(trainer), jax.tree.map(jnp.float32, params))
+        with pytest.raises(ValueError, match="can only evaluate"):
+            trainer.step(BATCHES[0])
 
 
 def test_a_trainer_shares_no_array_with_its_caller():
     in_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     for where in (in_host, jax.devices()[0]):
         params = jax.device_put(new_params(), where)
-        with layerwise.Trainer(params, **MODEL, optimizer=optax.sgd(0.1), frozen=[1]) as trainer:
+        with layerwise.Trainer(params, **MODEL, optimizer=optax.sgd(0.1)) as trainer:
             jax.tree.map(lambda x: x.delete(), params)
             assert np.isfinite(float(trainer.step(BATCHES[0])))
             held = trainer.params()
@@ -310,9 +282,7 @@ def test_python_numbers_promote_and_a_backward_pass_gets_only_inputs_that_it_nee
     # All layers share the array of `half`, and their backward passes need only `half` and `x`.
     assert [dict(layer.passed) for layer in program.blocks[1:]] == [{1: 1}] * LAYERS
     assert [layer.kept for layer in program.blocks[1:]] == [(1, 3)] * LAYERS
-    expected = jax.jit(loss_of, static_argnums=(2, 3))(
-        params, batch, (block,) * LAYERS, (start, finish)
-    )
+    expected = jax.jit(loss_of, static_argnums=(2, 3))(params, batch, block, (start, finish))
     assert float(loss) == pytest.approx(float(expected), rel=1e-3)
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -47,10 +46,8 @@ class LayeredModel(NamedTuple):
 
     def without_training(self, params: Any) -> layerwise.Trainer:
         """Returns a trainer for evaluation only."""
-        layers = range(len(self.layers))
         functions = {"first": self.first, "layer": self.layers, "last": self.last}
-        frozen = ["outer", *layers]
-        return layerwise.Trainer(params, **functions, optimizer=optax.identity(), frozen=frozen)
+        return layerwise.Trainer(params, **functions, optimizer=None)
 
     def leaves(self, read_layer: Callable[[int | str], Any]) -> Iterator[Any]:
         """Yields the leaves of a model's parameters in order, from the trainer's blocks."""

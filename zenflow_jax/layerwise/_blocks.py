@@ -7,7 +7,7 @@ or a caller of `params`, may keep the old ones.
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ class Block:
 
     name: str
     kind: Kind
-    number: int  # the first leaf's, among all trained leaves
+    number: int  # the first leaf's, among all leaves
     arrays: list[list[jax.Array]] = dataclasses.field(default_factory=list)  # of each bundle
 
     @property
@@ -51,11 +51,11 @@ class Block:
         return [leaf_name(self.name, path) for path in self.kind.paths]
 
     def fill(self, given: Sequence[Any], saved: Any) -> None:
-        """Makes the arrays from the user's leaves or, if the block trains, from a saved state."""
+        """Makes the arrays from the user's leaves or from a saved state."""
         paths = self.paths()
         for bundle in self.kind.bundles:
             chosen = slice(bundle.places.start, bundle.places.stop)
-            if self.kind.trains and saved is not None:
+            if saved is not None:
                 number = self.number + bundle.places.start
                 arrays = saved.read(number, paths[chosen], bundle.shapes)
             else:
@@ -67,8 +67,7 @@ class Block:
 
 def make_blocks(
     params: Any,
-    frozen: Collection[int | str],
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | None,
     options: dict[str, Any] | None,
     saved: Any,
     *,
@@ -80,24 +79,20 @@ def make_blocks(
     """
     if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
         raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
-    if isinstance(frozen, str):
-        raise TypeError(f"`frozen` is a string. Pass a list, such as [{frozen!r}].")
     numbers: Iterable[int] = getattr(params["layers"], "numbers", itertools.count())
-    layers = enumerate(zip(numbers, params["layers"], strict=False))
-    named = ((i, f"layers.{number}", tree) for i, (number, tree) in layers)
+    layers = zip(numbers, params["layers"], strict=False)
+    named = ((f"layers.{number}", tree) for number, tree in layers)
     made: list[Block] = []
     kinds, number = dict[Any, Kind](), 0
-    for key, name, tree in itertools.chain([("outer", "outer", params["outer"])], named):
+    for name, tree in itertools.chain([("outer", params["outer"])], named):
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
         shapes = tuple(_shape_of(leaf_name(name, path), x) for path, x in pairs)
-        trains = key not in frozen
-        if (alike := (trains, treedef, shapes)) not in kinds:
-            if trains and shapes:
+        if (alike := (treedef, shapes)) not in kinds:
+            if optimizer and shapes:
                 check_separable(optimizer, name, treedef.unflatten(shapes))
-            used = optimizer if trains else None
-            kinds[alike] = Kind(treedef.unflatten(shapes), used, options)
+            kinds[alike] = Kind(treedef.unflatten(shapes), optimizer, options)
         made.append(Block(name, kinds[alike], number))
-        number += trains * len(shapes)
+        number += len(shapes)
         try:
             _check_pinned(made, gradients=gradients)
         except UnfitRunError:
@@ -108,14 +103,13 @@ def make_blocks(
         raise ValueError(
             '`params["layers"]` has no layers. Pass at least one; an iterator works only once.'
         )
-    check_names(frozen, len(made) - 1)
     return made
 
 
 def _check_pinned(blocks: Sequence[Block], *, gradients: bool) -> None:
     """Raises an error if one device needs more pinned memory than jax has for it."""
     kinds = [block.kind for block in blocks]
-    sent = sum(kind.weights_nbytes for kind in kinds if kind.trains and gradients)
+    sent = gradients * sum(kind.weights_nbytes for kind in kinds)
     needs = {"weights and state": sum(kind.nbytes for kind in kinds), "gradients": sent}
     for device in devices_of(blocks[-1:]):
         check_pinned({name: x for name, x in needs.items() if x}, device.platform)
@@ -123,14 +117,6 @@ def _check_pinned(blocks: Sequence[Block], *, gradients: bool) -> None:
 
 def devices_of(blocks: Sequence[Block]) -> set[Any]:
     return {x for block in blocks for w in block.kind.weights for x in w.sharding.device_set}
-
-
-def check_names(names: Collection[int | str], layers: int) -> None:
-    if unknown := set(names) - {"outer", *range(layers)}:
-        raise ValueError(
-            f"There is no layer {sorted(map(str, unknown))}: the layers are 0 to {layers - 1}. Use "
-            'these numbers, and "outer" for the outer weights.'
-        )
 
 
 def _shape_of(path: str, x: Any) -> jax.ShapeDtypeStruct:
@@ -162,15 +148,14 @@ def _on_device(path: str, x: Any) -> jax.Array:
 
 
 def checksum_of_names(blocks: Sequence[Block]) -> np.ndarray:
-    """Returns a checksum of the trained leaves' names, also in the optimizer's state.
+    """Returns a checksum of the leaves' names, also in the optimizer's state.
 
     Equal shapes prove too little.
     """
-    names = [
-        "/".join((path, *names))
-        for block in blocks
-        if block.kind.trains
-        for path, names in zip(block.paths(), block.kind.names(), strict=True)
-    ]
+    names = []
+    for block in blocks:
+        for path, state in zip(block.paths(), block.kind.states, strict=True):
+            inner = (jax.tree_util.keystr(x) for x, _ in jax.tree_util.tree_leaves_with_path(state))
+            names.append("/".join((path, *inner)))
     # flax nnx adds the suffix, or not, to the same parameter.
     return np.array(zlib.crc32("\n".join(names).replace(".value", "").encode()), np.uint32)

@@ -27,7 +27,7 @@ class _Pass:
     batches: Sequence[Any]
     shares_of: Callable[..., Any]  # as a program
     carries: list[Any]
-    inputs: list[Any]  # of each block that the backward pass reaches, kept for it
+    inputs: list[Any]  # of each block, kept for the backward pass
     places: list[tuple]  # the shardings of these inputs' varying leaves, and the last carry's
     total: Any = None  # the gradient of the outer weights that `last` reads
     g: list[Any] = dataclasses.field(default_factory=list)  # of the carries
@@ -75,9 +75,6 @@ class Dispatcher:
         options: dict[str, Any] | None,
     ):
         self._functions, self._blocks, self._updates = functions, blocks, updates
-        self._trains = [block.kind.trains for block in blocks]
-        # Lower blocks need no gradient.
-        self._lowest = self._trains.index(True) if any(self._trains) else len(blocks)
         self.progress, self._bus = progress, bus
         self._inputs_to_host, self._options = inputs_to_host, options
         self._sum, self._shares_of = (
@@ -86,21 +83,20 @@ class Dispatcher:
         # For `evaluate`; a loop may pass a new function each time.
         self._jitted = lru_cache(8)(partial(jax.jit, compiler_options=options))
         self._programs: dict[Any, ModelProgram] = {}
-        self._block_programs: dict[Any, Any] = {}
         self._throttle: deque[Any] = deque()
         self.wait_s = 0.0
 
     def step(self, program: ModelProgram, batches: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
         """Dispatches a step, and returns its loss and verdict."""
         updates, blocks = self._updates, self._blocks
-        outer, weights, run = self._forward(program, batches, self._lowest)
+        outer, weights, run = self._forward(program, batches, keeps=True)
         losses = run.losses(blocks[0].tree(outer))
         loss = self._sum(losses) if len(losses) > 1 else losses[0]
         self._dispatched(loss)
         updates.begin(loss, self.progress)
-        for i in reversed(range(self._lowest, len(blocks))):
+        for i in reversed(range(len(blocks))):
             inputs = self._moved(i, run, run.inputs.pop(), "device")
-            below = self._fetch(i - 1) if i > max(self._lowest, 1) else outer
+            below = self._fetch(i - 1) if i > 1 else outer
             updates.before_program()
             gradient, squares = run.backward(i, blocks[i].tree(weights), inputs)
             del inputs
@@ -112,15 +108,15 @@ class Dispatcher:
         return loss, verdict
 
     def evaluate(self, program: ModelProgram, batch: Any, last: Callable | None) -> Any:
-        outer, _, run = self._forward(program, [batch], len(self._blocks))
+        outer, _, run = self._forward(program, [batch], keeps=False)
         self._throttle.clear()
         arguments = self._blocks[0].tree(outer), run.carries[0][0], batch
         return program.loss(*arguments) if last is None else self._jitted(last)(*arguments)
 
     def _forward(
-        self, program: ModelProgram, batches: Sequence[Any], lowest: int
+        self, program: ModelProgram, batches: Sequence[Any], *, keeps: bool
     ) -> tuple[list[Any], list[Any], _Pass]:
-        """Dispatches the blocks' forward programs; keeps the inputs of blocks from `lowest` on.
+        """Dispatches the blocks' forward programs; may keep inputs for the backward pass.
 
         Returns the outer weights and the last layer's, and the micro-batches.
         """
@@ -130,7 +126,7 @@ class Dispatcher:
         for i, block in enumerate(program.blocks):
             # Dispatched before the program that hides it, because dispatching allocates memory.
             following = self._fetch(i + 1) if i + 1 < len(program.blocks) else weights
-            if i >= lowest:
+            if keeps:
                 leaves = [jax.tree.leaves(x) for x in run.carries]
                 run.places.append(tuple(leaves[0][j].sharding for j in varying))
                 inputs = [[each[j] for j in block.kept] for each in leaves]
@@ -163,8 +159,8 @@ class Dispatcher:
         shapes = types_of(batch)
         if (key := key_of(shapes)) not in self._programs:
             outer, *layers = (x.tree(x.kind.weights) for x in self._blocks)
-            known = self._trains, self._options, self._block_programs
-            self._programs[key] = trace_model(*self._functions, outer, layers, shapes, *known)
+            arguments = *self._functions, outer, layers, shapes, self._options
+            self._programs[key] = trace_model(*arguments)
         return self._programs[key]
 
     def _fetch(self, i: int) -> list[jax.Array]:

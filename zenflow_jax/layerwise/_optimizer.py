@@ -75,7 +75,7 @@ class Kind:
 
     Args:
         tree: A block's weights as shapes with shardings, which the results have, too.
-        optimizer: The optimizer, or None for frozen blocks.
+        optimizer: The optimizer, or None if nothing trains.
         options: Options for all programs.
     """
 
@@ -98,12 +98,6 @@ class Kind:
         self.weights_nbytes = large_bytes(self.weights)
         self.bundles = [*self._bundles()]
         self.nbytes = sum(bundle.nbytes for bundle in self.bundles)
-
-    def names(self) -> Iterator[list[str]]:
-        """Yields the names of the arrays in each leaf's state, which identify the optimizer."""
-        for state in self.states:
-            pairs, _ = jax.tree_util.tree_flatten_with_path(state)
-            yield [jax.tree_util.keystr(path) for path, _ in pairs]
 
     def alone(self, place: int, x: Any) -> Any:
         """Returns the tree with one leaf, and None in place of all other leaves."""
@@ -197,8 +191,8 @@ def _rest(master: Any, weight: Any) -> tuple[Any, ...]:
 
 def master_of(leaf: Parts) -> Any:
     """Returns a leaf's float32 weight."""
-    if leaf.weight.dtype == jnp.float32:
-        return leaf.weight
+    if leaf.weight.dtype == jnp.float32 or not leaf.others:  # without an optimizer
+        return leaf.weight.astype(jnp.float32)
     bits = _bits(leaf.weight.astype(jnp.float32)) + leaf.others[0].astype(jnp.int32)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

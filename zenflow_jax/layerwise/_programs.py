@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax.layerwise._tracing import (
-    float_places,
     is_float,
     key_of,
     live_inputs,
@@ -102,26 +101,24 @@ def trace_model(
     outer: Any,
     weights: Sequence[Any],
     batch: Any,
-    trains: Sequence[bool],
     options: dict[str, Any] | None,
-    cache: dict[Any, BlockProgram],
 ) -> ModelProgram:
     """Traces all programs, and rejects functions that do not fit together.
 
-    All arguments are `ShapeDtypeStruct`s; the structs of weights have shardings. The first entry in
-    `trains` belongs to `outer`. `cache` contains blocks that were traced before.
+    All arguments are `ShapeDtypeStruct`s; the structs of weights have shardings.
     """
     jit = partial(jax.jit, compiler_options=options)
+    cache: dict[Any, BlockProgram] = {}
     blocks, x, varying = [], batch, ()
     for i, (function, tree) in enumerate(zip([first, *layers], [outer, *weights], strict=True)):
-        key = bool(i), function, trains[i], varying, key_of(tree), key_of(x)
+        key = bool(i), function, varying, key_of(tree), key_of(x)
         if key not in cache:
             name = f"layer {i - 1}" if i else "`first`"
-            cache[key] = _trace_block(name, function, tree, x, varying, trains[i], jit)
+            cache[key] = _trace_block(name, function, tree, x, varying, jit)
         blocks.append(cache[key])
         x, varying = blocks[-1].carry, blocks[-1].varying
     loss, read = _trace_last(last, types_of(outer), x[0], batch)
-    run_last = _last_programs(loss, outer, read if trains[0] else (), varying, jit)
+    run_last = _last_programs(loss, outer, read, varying, jit)
     value, weight = (jit(lambda *args, i=i: loss(*args)[i]) for i in range(2))
     return ModelProgram(blocks, value, weight, run_last)
 
@@ -132,7 +129,6 @@ def _trace_block(
     weights: Any,
     x: Any,
     varying: tuple[int, ...],
-    trains: bool,
     jit: Any,
 ) -> BlockProgram:
     """Traces `first` or a layer; `varying` are the leaves of the input that have a gradient."""
@@ -148,11 +144,11 @@ def _trace_block(
     begin = len(jax.tree.leaves(weights))
     places = {id(x): i for i, x in enumerate(jaxpr.invars[begin:])}
     passed = {i: places[id(x)] for i, x in enumerate(jaxpr.outvars) if id(x) in places}
-    trained = begin if trains else 0
-    chosen = *range(trained), *(begin + i for i in varying)
+    chosen = *range(begin), *(begin + i for i in varying)
     count = len(jaxpr.outvars)
     reached = [live_inputs(jaxpr, [i == j for j in range(count)]) for i in range(count)]
-    new = tuple(i for i in float_places(carry) if not reached[i].isdisjoint(chosen))
+    made = enumerate(jax.tree.leaves(carry))
+    new = tuple(i for i, x in made if is_float(x) and not reached[i].isdisjoint(chosen))
 
     def forward(weights: Any, x: Any) -> list[jax.Array]:
         made = jax.tree.leaves(step(weights, x))
@@ -172,7 +168,7 @@ def _trace_block(
 
         varied, parts = varied_by(run, (weights, treedef.unflatten(leaves)), chosen)
         (made,) = jax.vjp(varied, parts)[1](g)
-        return made[:trained] if trains else None, made[trained:]
+        return made[:begin], made[begin:]
 
     g = [jax.tree.leaves(carry)[i] for i in new]
     pulled = jax.make_jaxpr(partial(pull, range(len(shapes))))(types_of(weights), g, shapes)
@@ -183,36 +179,33 @@ def _trace_block(
     stays = range(len(shapes)) if is_first else passed.values()
     moves = tuple(i not in stays and not is_key[i] for i in kept)
     same = [*map(key_of, g)] == [key_of(shapes[i]) for i in varying]
-    backward = _backward_programs(
-        partial(pull, kept), jax.tree.leaves(weights) if trains else None, same, jit
-    )
+    backward = _backward_programs(partial(pull, kept), jax.tree.leaves(weights), same, jit)
     return BlockProgram(jit(forward), backward, carry, passed, kept, moves, new)
 
 
 def _backward_programs(
-    pull: Callable[..., tuple[Any, Any]], weights: Any, same: bool, jit: Any
+    pull: Callable[..., tuple[Any, Any]], weights: Sequence[Any], same: bool, jit: Any
 ) -> Callable[[tuple, tuple, bool], Pair]:
     """Returns `BlockProgram.backward`.
 
-    `pull` returns the weights' gradient and `g`. `weights` are shapes, or None if they are frozen.
-    `same` is whether `g` has the same shapes before and after.
+    `pull` returns the gradient of the `weights`, which are shapes, and `g`. `same` is whether `g`
+    has the same shapes before and after.
     """
 
     def backward(remain: bool, total: Any, *args: Any) -> Any:
         g, more = pull(*args)
-        if g is not None:
-            g = [
-                _added(x, y).astype(jnp.float32 if remain else x.dtype)
-                for x, y in zip(g, total or [None] * len(g), strict=True)
-            ]
+        g = [
+            _added(x, y).astype(jnp.float32 if remain else x.dtype)
+            for x, y in zip(g, total or [None] * len(g), strict=True)
+        ]
         if remain:
             return (g, None), more
-        squares = (jnp.sum(jnp.square(x.astype(jnp.float32))) for x in g or ())
+        squares = (jnp.sum(jnp.square(x.astype(jnp.float32))) for x in g)
         return (g, sum(squares, jnp.float32(0))), more
 
     # The weights' gradient stays on the weights' devices.
-    wheres = None if weights is None else [_on_device(x) for x in weights]
-    is_float32 = all(x.dtype == jnp.float32 for x in weights or ())
+    wheres = [_on_device(x) for x in weights]
+    is_float32 = all(x.dtype == jnp.float32 for x in weights)
 
     @functools.cache
     def programs(before: tuple, after: tuple, several: bool) -> Pair:

@@ -23,15 +23,14 @@ class Progress(NamedTuple):
 
     counted: Any
     skipped: Any
-    in_a_row: Any  # steps skipped since the last step that counted
-    shares: Any  # float32, zero for frozen blocks
+    shares: Any  # float32
 
 
 def new_progress(sizes: Sequence[int], saved: Mapping[str, Any], everywhere: Any) -> Progress:
     """Returns a run's first progress, on all devices, from its blocks' sizes or saved counts."""
     shares = np.array(sizes, np.float32) / max(sum(sizes), 1)
     values = [
-        *(np.array(saved.get(name, 0), np.int32) for name in Progress._fields[:3]),
+        *(np.array(saved.get(name, 0), np.int32) for name in Progress._fields[:2]),
         np.asarray(saved.get("shares", shares), np.float32),
     ]
     return Progress(*(put_everywhere(x, x.shape, everywhere) for x in values))
@@ -70,9 +69,8 @@ class Judge:
 
         @jit
         def conclude(progress: Progress, control: Control) -> tuple[Progress, Any]:
-            """Ends a step; the verdict is (skipped, skipped in a row, report)."""
+            """Ends a step; the verdict is (skipped, report)."""
             counts = control.counts.astype(jnp.int32)
-            in_a_row = (progress.in_a_row + 1) * (1 - counts)
             new = control.squares / jnp.sum(control.squares)
             shares = jnp.where(
                 control.counts & jnp.all(jnp.isfinite(new)),
@@ -80,7 +78,7 @@ class Judge:
                 progress.shares,
             )
             skipped = progress.skipped + 1 - counts
-            new_progress = Progress(progress.counted + counts, skipped, in_a_row, shares)
-            return new_progress, jnp.stack([skipped, in_a_row, control.report])
+            new_progress = Progress(progress.counted + counts, skipped, shares)
+            return new_progress, jnp.stack([skipped, control.report])
 
         self.begin, self.note, self.conclude = begin, note, conclude

@@ -64,10 +64,6 @@ def key_of(shapes: Any) -> Any:
     return treedef, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)
 
 
-def float_places(tree: Any) -> tuple[int, ...]:
-    return tuple(i for i, x in enumerate(jax.tree.leaves(tree)) if is_float(x))
-
-
 def is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,16 +12,10 @@ import optax
 
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import HOST
-from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
+from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._spec.arguments import check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
-from zenflow_jax.layerwise._blocks import (
-    Block,
-    check_names,
-    checksum_of_names,
-    devices_of,
-    make_blocks,
-)
+from zenflow_jax.layerwise._blocks import Block, checksum_of_names, devices_of, make_blocks
 from zenflow_jax.layerwise._dispatch import Dispatcher
 from zenflow_jax.layerwise._optimizer import master_of, unflat
 from zenflow_jax.layerwise._progress import Judge, new_progress
@@ -58,7 +52,8 @@ class Trainer:
         optimizer: An optax optimizer whose result for a leaf depends only on this leaf. It gets
             float32 gradients and weights, one leaf at a time: the tree of a layer, or of the outer
             weights, with None in place of all other leaves. So masks and labels are functions of
-            such a tree. Skipped steps do not advance its schedules.
+            such a tree. Skipped steps do not advance its schedules. None makes a trainer that can
+            only evaluate, without memory for updates.
         max_grad_norm: The global norm to which gradients are clipped; None for no clipping.
         updates: With "after_backward", layers are updated when all gradients are known, so the
             run equals the optimizer after `optax.clip_by_global_norm`, and skips steps whose
@@ -67,15 +62,11 @@ class Trainer:
             non-finite loss skips the step, but a non-finite gradient ends the run.
         inputs: Where the layers' inputs wait for the backward pass: on the "device", or in pinned
             "host" memory, for long sequences.
-        frozen: Layers that are not trained, by number, and "outer" for the outer weights.
-        max_skipped: Consecutive skipped steps after which a call raises an error. None means never.
         in_flight_bytes: Device memory for arrays on their way to and from updates. By default,
-            three times a layer's largest leaf with its state. Half of it also holds gradients that
-            wait for updates "after_backward"; others wait in pinned memory.
+            three times a layer's largest leaf with its state.
         compiler_options: Options for all programs, as in `jax.jit`.
         state: The result of `state` or `EngineRestore`, to resume that run with bit-identical
-            results. Then `params` may be `ShapeDtypeStruct`s with shardings, except for frozen
-            weights.
+            results. Then `params` may be `ShapeDtypeStruct`s with shardings.
 
     Raises:
         ValueError: If `state` belongs to another model or optimizer, or `optimizer` mixes leaves or
@@ -113,26 +104,25 @@ class Trainer:
         first: Callable[[Any, Any], tuple[Any, Any]],
         layer: Callable[[Any, Any, Any], Any] | Sequence[Callable[[Any, Any, Any], Any]],
         last: Callable[[Any, Any, Any], Any],
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | None,
         max_grad_norm: float | None = None,
         updates: str = "after_backward",
         inputs: str = "device",
-        frozen: Collection[int | str] = (),
-        max_skipped: int | None = None,
         in_flight_bytes: int | None = None,
         compiler_options: dict[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
     ):
         check_one_of("updates", updates, ("after_backward", "during_backward"))
         check_one_of("inputs", inputs, ("device", "host"))
-        check_int_or_none("max_skipped", max_skipped, 1)
         check_int_or_none("in_flight_bytes", in_flight_bytes, 0)
         check_numbers(max_grad_norm=max_grad_norm)
         at_once = updates == "during_backward"
         saved = None if state is None else SavedState(state)
         counts: Mapping[str, Any] = {} if saved is None else saved.counts
-        arguments = params, frozen, optimizer, compiler_options, saved
-        self._blocks = blocks = make_blocks(*arguments, gradients=not at_once)
+        self._trains = optimizer is not None
+        arguments = params, optimizer, compiler_options, saved
+        gradients = self._trains and not at_once
+        self._blocks = blocks = make_blocks(*arguments, gradients=gradients)
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
             raise ValueError(
@@ -142,13 +132,11 @@ class Trainer:
         self._names = checksum_of_names(blocks)
         if saved and counts.get("names") != self._names:
             raise UnfitRunError(
-                "`state` has different weights, by name, or another optimizer, order of layers or "
-                "`frozen`. Resume with the saved run's model, optimizer and `frozen`."
+                "`state` has different weights, by name, or another optimizer or order of layers. "
+                "Resume with the saved run's model and optimizer."
             )
         #: The number of steps taken, including skipped steps.
         self.steps = int(counts.get("step", 0))
-        self._max_skipped = max_skipped
-        self._trained = [block for block in blocks if block.kind.trains]
         check_gpus(devices := devices_of(blocks))
         self._processes = sorted({device.process_index for device in devices})
         self._devices_here = sum(x.process_index == jax.process_index() for x in devices)
@@ -163,7 +151,7 @@ class Trainer:
         self._bus = Bus()
         self._updates = Updates(blocks, judge, self._bus, in_flight, at_once=at_once)
         weights = [x for block in blocks for x in block.kind.weights]
-        sizes = [block.kind.trains * sum(x.size for x in block.kind.weights) for block in blocks]
+        sizes = [sum(x.size for x in block.kind.weights) for block in blocks]
         self._dispatcher = Dispatcher(
             (first, layers, last),
             blocks,
@@ -202,14 +190,14 @@ class Trainer:
 
         Raises:
             RuntimeError: If the trainer is closed or was interrupted.
-            FloatingPointError: If, before this step, `max_skipped` consecutive steps were skipped,
-                or an update was not finite; or, with updates="during_backward", a gradient.
+            FloatingPointError: If, before this step, an update was not finite; or, with
+                updates="during_backward", a gradient.
         """
         if not batches:
             raise TypeError("`step` needs a batch. Pass a batch, or several micro-batches.")
         self._check()
-        if not self._trained:
-            raise ValueError("`frozen` covers all weights, so nothing is left to train.")
+        if not self._trains:
+            raise ValueError("The trainer has no optimizer, so it can only evaluate.")
         program, *more = map(self._dispatcher.program, batches)
         if any(other is not program for other in more):
             raise ValueError("Micro-batches must have the same shapes and dtypes. Pad them.")
@@ -254,11 +242,9 @@ class Trainer:
     def master_params(self, name: int | str) -> Any:
         """Makes the float32 weights of a layer, by its number, or "outer" for the outer weights.
 
-        They are in pinned host memory; frozen weights are returned as they are.
+        They are in pinned host memory.
         """
         block = self._block(name)
-        if not block.kind.trains:
-            return block.tree(block.weights())
         masters = []
         for bundle, arrays in block.bundles:  # a few leaves on the device at a time
             leaves = unflat(moved("device", arrays, bundle.large), bundle.shapes)
@@ -268,23 +254,25 @@ class Trainer:
     def optimizer_states(self, name: int | str) -> list[Any]:
         """Returns the optimizer's state of each leaf in a layer, named as in `master_params`.
 
-        Each is for the layer's tree with None in place of all other leaves. Frozen layers have
-        none.
+        Each is for the layer's tree with None in place of all other leaves.
         """
         block = self._block(name)
-        leaves = enumerate(block.leaves() if block.kind.trains else ())
-        return [block.kind.state_of(i, leaf) for i, leaf in leaves]
+        return [block.kind.state_of(i, leaf) for i, leaf in enumerate(block.leaves())]
 
     def _block(self, name: int | str) -> Block:
-        check_names({name}, len(self._blocks) - 1)
+        layers = range(len(self._blocks) - 1)
+        if name not in ("outer", *layers):
+            raise ValueError(
+                f"There is no layer {name!r}: the layers are 0 to {len(layers) - 1}. Use these "
+                'numbers, and "outer" for the outer weights.'
+            )
         self.wait()
         return self._blocks[0 if name == "outer" else int(name) + 1]
 
     def state(self) -> dict[str, Any]:
         """Copies the state for a checkpoint into NumPy arrays: weights, masters' rests, optimizer.
 
-        It contains all weights except frozen weights. With orbax, `EngineSave(trainer)` saves the
-        same state without a copy, from all processes.
+        With orbax, `EngineSave(trainer)` saves the same state without a copy, from all processes.
         """
         return self.snapshot(0).tree()
 
@@ -301,8 +289,8 @@ class Trainer:
         counts |= {"step": np.array(self.steps, np.int32), "names": self._names}
         counts["token"] = counts["counted"]
         if copy_bytes is None:
-            copy_bytes = sum(x.size for block in self._trained for x in block.kind.weights)
-        snapshot = TrainerSnapshot(self._trained, copy_bytes, counts, self._processes)
+            copy_bytes = sum(x.size for block in self._blocks for x in block.kind.weights)
+        snapshot = TrainerSnapshot(self._blocks, copy_bytes, counts, self._processes)
         running = [x for x in self._updates.snapshots if not x.done]
         self._updates.snapshots = [*running, snapshot.unsaved]
         return snapshot
@@ -311,7 +299,7 @@ class Trainer:
         """Waits for the last step, and raises its errors."""
         self._check()
         self._read_verdicts(0)
-        jax.block_until_ready([x.weights() for x in self._trained])
+        jax.block_until_ready([x.weights() for x in self._blocks])
 
     def close(self) -> None:
         """Frees the weights and the state; the trainer rejects later calls. Safe to call twice."""
@@ -339,16 +327,11 @@ class Trainer:
         """Reads all verdicts but the last few, and raises an error if a step ends the run."""
         while len(self._verdicts) > unread:
             step, verdict = self._verdicts[0]
-            self._skipped, in_a_row, report = map(int, np.asarray(verdict))
+            self._skipped, report = map(int, np.asarray(verdict))
             self._verdicts.popleft()  # after the wait, which may be interrupted
-            try:
-                if report:
-                    raise FloatingPointError(self._explained(report, step))
-                if in_a_row:
-                    check_skipped_steps(in_a_row, step, self._max_skipped)
-            except FloatingPointError as error:
-                self._failure = error
-                raise
+            if report:
+                self._failure = FloatingPointError(self._explained(report, step))
+                raise self._failure
 
     def _explained(self, report: int, step: int) -> str:
         if report < 0:
@@ -357,7 +340,7 @@ class Trainer:
                 "which has already updated other weights. Resume from the last checkpoint, with "
                 'updates="after_backward", which skips such steps.'
             )
-        paths = [path for block in self._trained for path in block.paths()]
+        paths = [path for block in self._blocks for path in block.paths()]
         return (
             f"The optimizer's update of {paths[report - 1]} is not finite in step {step}, though "
             "its gradient is. Look for NaN in the learning rate's schedule, and resume from the "

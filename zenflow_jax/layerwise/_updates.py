@@ -24,21 +24,13 @@ from zenflow_jax.layerwise._transfers import Bus
 AHEAD = 2
 
 
-def gradients_kept(weights_nbytes: Sequence[int], in_flight_bytes: int) -> int:
-    """Returns the number of lowest blocks whose gradients wait on the device for a second sweep.
-
-    They are known last and used first. They may take as much memory as arrays that are fetched.
-    """
-    sums = np.cumsum(weights_nbytes)
-    return int(np.searchsorted(sums, in_flight_bytes // 2, side="right"))
-
-
 def fetched_early(bundles: Sequence[Bundle], in_flight_bytes: int) -> list[int]:
     """Returns the bundles of a block whose state is fetched behind the next backward program.
 
-    They fill one half of the bytes, because the other half may be leaving.
+    The program waits until there is room for them, beside the last block's arrays that are leaving.
+    These are more (AdamW: 12 bytes per parameter, not 10), so they get the larger part.
     """
-    room, chosen = in_flight_bytes // 2, []
+    room, chosen = in_flight_bytes * 2 // 5, []
     for i in sorted(range(len(bundles)), key=lambda i: -bundles[i].others_nbytes):
         if bundles[i].others_nbytes <= room:
             room -= bundles[i].others_nbytes
@@ -69,8 +61,6 @@ class Updates:
     ):
         self._blocks, self._judge, self._limit = blocks, judge, in_flight_bytes
         self._bus, self._at_once = bus, at_once
-        sizes = [block.kind.trains * block.kind.weights_nbytes for block in blocks]
-        self._kept = 0 if at_once else gradients_kept(sizes, in_flight_bytes)
         self._bytes = 0  # in flight
         self._leaving: deque[tuple[int, list[jax.Array]]] = deque()  # with their copies
         self.snapshots: list[Snapshot] = []  # saves that may still be running
@@ -87,22 +77,17 @@ class Updates:
             for number in fetched_early(block.kind.bundles, self._limit):
                 self._early[number] = self._fetch(block, number)
 
-    def after_program(
-        self, i: int, gradient: list[Any] | None, squares: Any, weights: list[Any]
-    ) -> None:
+    def after_program(self, i: int, gradient: list[Any], squares: Any, weights: list[Any]) -> None:
         if self._at_once:
             self._update_waiting()
-        if gradient is None:
-            return
         block, shares = self._blocks[i], self._progress.shares
         self._control = self._judge.note(self._control, shares, squares, np.int32(i))
         if not self._at_once:
             weights = block.weights()
-            if i >= self._kept:
-                if len(self._departing) >= AHEAD:  # a slow bus would keep them on the device
-                    jax.block_until_ready(self._departing.popleft())
-                gradient = self._bus.to(HOST, gradient, block.kind.large)
-                self._departing.append(gradient)
+            if len(self._departing) >= AHEAD:  # a slow bus would keep them on the device
+                jax.block_until_ready(self._departing.popleft())
+            gradient = self._bus.to(HOST, gradient, block.kind.large)
+            self._departing.append(gradient)
         self._waiting[i] = gradient, weights
 
     def end(self) -> tuple[Progress, jax.Array]:
@@ -125,7 +110,7 @@ class Updates:
                 g, w = _taken(gradient, bundle), _taken(weights, bundle)
                 if not self._at_once:
                     large = bundle.large[: len(w)]
-                    g = g if i < self._kept else self._bus.to("device", g, large)
+                    g = self._bus.to("device", g, large)
                     w = self._bus.to("device", w, large)
                 self._update(block, number, g, [*w, *state])
                 del state, g, w

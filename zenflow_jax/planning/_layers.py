@@ -18,7 +18,7 @@ from zenflow_jax.layerwise._optimizer import Kind, flat
 from zenflow_jax.layerwise._programs import trace_model
 from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
-from zenflow_jax.layerwise._updates import AHEAD, fetched_early, gradients_kept
+from zenflow_jax.layerwise._updates import AHEAD, fetched_early
 from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._plans import (
     TEMPORARIES,
@@ -48,7 +48,7 @@ def plan_layerwise(
     device: str | Gpu = "h100",
     compiles: bool = False,
 ) -> Plan:
-    """Plans `layerwise.Trainer`, which trains all weights.
+    """Plans a `layerwise.Trainer`.
 
     Arguments up to `in_flight_bytes` are the trainer's, and arrays may be `jax.ShapeDtypeStruct`s
     with shardings. `batch` is one of `micro_batches`. If `compiles`, all programs are compiled for
@@ -71,16 +71,11 @@ def plan_layerwise(
     in_flight = in_flight if in_flight_bytes is None else in_flight_bytes
     # Weights come for both passes. All arrays leave once. A second sweep also fetches the weights,
     # and sends gradients and takes them back, and nothing hides it.
-    stay = 0 if at_once else gradients_kept(w, in_flight)
-    sent, kept = sum(w[stay:]) * (not at_once), micro_batches * sum(work.inputs) * on_host
+    sent, kept = sum(w) * (not at_once), micro_batches * sum(work.inputs) * on_host
     sweep = (sum(w) + sent) * (not at_once)
-    late = sum(u) + sweep
-    for bundles in (x.bundles for x in kinds if at_once):
-        late -= sum(bundles[i].others_nbytes for i in fetched_early(bundles, in_flight))
-    on_device = sorted(work.inputs)[-AHEAD - 1 :] if on_host else work.inputs
-    held = micro_batches * (sum(on_device) + work.shared + work.carry)
-    flights = in_flight * at_once, max(in_flight, largest[0])
-    moments = _moments(work, trees, held, several, flights, stay)
+    late, flights = _order(kinds, in_flight) if at_once else (sum(u), [0] * (len(w) + 1))
+    flights.append(max(in_flight, largest[0]))
+    moments = _moments(work, trees, flights, micro_batches, on_host=on_host)
     fullest = max(moments, key=lambda x: sum(x.values()))
     if not compiles:
         del fullest[TEMPORARIES]
@@ -96,7 +91,7 @@ def plan_layerwise(
         flops=micro_batches * work.flops + updates_flops,
         to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + sweep + kept,
         to_host=sum(w) + sum(u) + sent + kept,
-        exposed=late,
+        exposed=late + sweep,
     )
 
 
@@ -128,14 +123,17 @@ def _kinds_of(
 
 
 class _Work(NamedTuple):
-    """The programs of one micro-batch; all bytes are those of one device."""
+    """The programs of one micro-batch; all bytes are those of one device.
+
+    Lists have an entry for each block, and the last two have another one for the loss.
+    """
 
     flops: float
-    inputs: Sequence[int]  # what each layer keeps for the backward pass
+    inputs: Sequence[int]  # kept for the backward pass
     shared: int  # what several layers keep together
-    carry: int  # the largest
     outer: int  # the gradient of the outer weights that `last` reads
-    temporaries: Sequence[int]  # at the loss, in a layer, and in the backward program of `first`
+    carries: Sequence[int]  # the gradient of the carry, and at the loss also the carry
+    temporaries: Sequence[int]
 
 
 @functools.lru_cache(maxsize=8)
@@ -149,8 +147,8 @@ def _work_of(
     """Traces the programs for weights and a batch, and compiles them if `compiles`."""
     trees, batch = treedef.unflatten(leaves)
     types = jax.tree.map(lambda x: _at(x, None), batch)
-    trains, known, flops = [True] * len(trees), {}, 0.0
-    program = trace_model(*functions, trees[0], trees[1:], types, trains, None, {})
+    known, flops = dict[Any, Any](), 0.0
+    program = trace_model(*functions, trees[0], trees[1:], types, None)
     shares = shares_of(batch)
 
     def call(function: Any, *args: PyTree) -> tuple[PyTree, int]:
@@ -171,60 +169,82 @@ def _work_of(
         each = jax.tree.leaves(arrays)
         return sum(nbytes_here(x) if x.sharding else nbytes(x) // shares for x in each)
 
-    inputs, shared, carry, at_layers, steps = [], {}, 0, 0, []
+    inputs, shared, carries, temporaries, steps = [0], {}, [], [], []
     x, varying = batch, []
     for block, tree in zip(program.blocks, trees, strict=True):
-        out, temporaries = call(block.forward, tree, x)
+        out, _ = call(block.forward, tree, x)
         made = [_at(y, y.sharding) for y in out]  # new objects
         kept = [jax.tree.leaves(x)[j] for j in block.kept]
         new = dataclasses.replace(block, forward=lambda *_, made=made: made).run(None, x)
         g = [jax.tree.leaves(new)[j] for j in block.varying]
         run = block.backward(_places(g), _places(varying), several)[several]
-        steps.append((run, tree, g, kept))
-        if len(steps) > 1:
+        if steps:
             inputs.append(size([*itertools.compress(kept, block.moves)]))
             shared |= {id(y): y for y, m in zip(kept, block.moves, strict=True) if not m}
-            at_layers, carry = max(at_layers, temporaries), max(carry, size(made))
+        steps.append((run, tree, g, kept))
+        carries.append(size(g))
         x, varying = new, g
     share = jax.ShapeDtypeStruct((), jnp.float32)
     run = program.last(_places(varying), several)
     (_, g_outer, _), at_loss = call(run, None, share, trees[0], x, batch)
-    for step, tree, *arguments in steps[1:]:
-        total = _float32(tree) if several else None
-        at_layers = max(at_layers, call(step, total, tree, *arguments)[1])
-    _, in_first = call(steps[0][0], g_outer, *steps[0][1:])
+    totals = [g_outer, *(_float32(tree) if several else None for tree in trees[1:])]
+    for (step, *arguments), total in zip(steps, totals, strict=True):
+        temporaries.append(call(step, total, *arguments)[1])
     outer = size([y for y in g_outer if y is not None])
-    temporaries = at_loss, at_layers, in_first
-    return _Work(flops, inputs, size([*shared.values()]), carry, outer, temporaries)
+    carries.append(size(x) + carries[-1])
+    kept_by_all = size([*shared.values()])
+    return _Work(flops, inputs, kept_by_all, outer, carries, [*temporaries, at_loss])
+
+
+def _order(kinds: Sequence[Kind], in_flight: int) -> tuple[int, list[int]]:
+    """Returns bytes of updates that no program hides, and those in flight behind each program.
+
+    Before a block's program is dispatched, the state of the block above that does not come early
+    has arrived, and so much has left that the block's own early state has room. The last entries
+    are for the highest block's program and the loss.
+    """
+    early = [[x.bundles[i] for i in fetched_early(x.bundles, in_flight)] for x in kinds]
+    arriving = [sum(x.others_nbytes for x in bundles) for bundles in early]
+    counted = [sum(x.nbytes for x in bundles) for bundles in early]
+    late = kinds[0].nbytes - kinds[0].weights_nbytes - arriving[0]
+    for kind, comes, below in zip(kinds[1:], arriving[1:], counted, strict=False):
+        late += max(kind.nbytes - kind.weights_nbytes - comes, kind.nbytes + below - in_flight)
+    # The weights of a block that waits for its update are on the device anyway.
+    flights = [in_flight - x + y for x, y in zip(counted[1:], arriving[1:], strict=True)]
+    return late, [*flights, 0, 0]
 
 
 def _moments(
     work: _Work,
     trees: Sequence[PyTree],
-    held: int,
-    several: bool,
-    flights: tuple[int, int],
-    stay: int,
+    flights: Sequence[int],
+    micro_batches: int,
+    *,
+    on_host: bool,
 ) -> list[dict[str, int]]:
-    """Returns the device's bytes, by use, at four moments of a step.
+    """Returns the device's bytes, by use, in each block's backward program, at the loss and later.
 
-    `held` are the layers' inputs, `flights` the bytes in flight behind programs and in the end. The
-    gradients of the `stay` lowest blocks wait for a second sweep.
+    `flights` has an entry for each. The layers' inputs may wait `on_host`.
     """
     w = [sum(map(nbytes_here, jax.tree.leaves(x))) for x in trees]
     # Of several micro-batches, the sum is float32, and the last program makes the gradient.
+    several = micro_batches > 1
     sums = [sum(map(nbytes_here, _float32(x))) if several else 0 for x in trees]
     g = [max(x, total) + x * (total > x) for x, total in zip(w, sums, strict=True)]
-    three = max(sum(w[i : i + AHEAD + 1]) for i in range(1, len(w)))
-    most, outer = max(w[1:]), work.outer
-    at_loss, in_layer, in_first = work.temporaries
-    # At the loss, behind a layer, in the backward program of `first`, and with updates alone.
-    moments = [
-        (w[0] + most, outer, held, 0, at_loss),
-        (w[0] + three, outer + max(g[1:]) + max(most, sum(w[2:stay])), held, flights[0], in_layer),
-        (w[0] + most, outer + g[0] + max(most, sum(w[1:stay])), work.carry, flights[0], in_first),
-        (w[0], max(g[0], sum(w[:stay])), 0, flights[1], 0),
-    ]
+    moments = []
+    for i, new in enumerate([*g, 0]):
+        weights = w[0] + sum(w[max(i - 1, 1) : i + AHEAD])
+        inputs = sum(work.inputs[max(i - AHEAD, 0) * on_host : i + 1])
+        held = micro_batches * (inputs + work.shared * (i > 0) + work.carries[i])
+        use = (
+            weights,
+            work.outer + new + sum(w[i + 1 : i + 2]),
+            held,
+            flights[i],
+            work.temporaries[i],
+        )
+        moments.append(use)
+    moments.append((w[0], g[0], 0, flights[-1], 0))
     names = "weights", "gradients of weights", "layers' inputs", "updates in flight", TEMPORARIES
     return [dict(zip(names, uses, strict=True)) for uses in moments]
 
