@@ -112,11 +112,10 @@ def test_an_invalid_option_is_rejected_by_name(call, name, value):
 
 
 WRONG_OPTIONS = [
-    (lambda: make(topk_ratio=0.0, update_interval=AutoWindow()), ValueError, "topk_ratio"),
     (lambda: make(update_interval=AutoWindow(), staleness=2), ValueError, "staleness"),
     (lambda: make(staleness=3, rolling=False), ValueError, "staleness"),
     (lambda: AutoWindow(max_interval=0), ValueError, "AutoWindow.max_interval"),
-    (lambda: AutoWindow(share=0), ValueError, "AutoWindow.share"),
+    (lambda: AutoWindow(share=2), ValueError, "AutoWindow.share"),
     (lambda: AutoSelect(keep=np.nan), ValueError, "AutoSelect.keep"),
     (lambda: AutoSelect(max_windows=2.5), TypeError, "AutoSelect.max_windows"),
     (lambda: zenflow(1e-3, 0.9, 0.95, 1e-8, 1e-12), TypeError, "positional"),

@@ -33,11 +33,6 @@ def check_schedule(
     auto_window = auto_select = None
     if isinstance(update_interval, AutoWindow):
         auto_window, window = update_interval, update_interval.max_interval
-        if topk_ratio == 0:
-            raise ValueError(
-                "`topk_ratio` is 0, but an `AutoWindow` compares deferred with selected channels. "
-                "Pass a share above 0."
-            )
     else:
         window = check_int("update_interval", update_interval, 1, "an int or an AutoWindow")
     select = 16 * window
