@@ -174,7 +174,9 @@ def scan_layers(
             `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
         carry: The first layer's input.
         layers: A tree of arrays stacked along axis 0, which may come from `stream`.
-        reverse, unroll, length: As for `jax.lax.scan`.
+        reverse: As for `jax.lax.scan`.
+        unroll: As for `jax.lax.scan`.
+        length: As for `jax.lax.scan`.
 
     Returns:
         The carry after the last layer, and the stacked outputs.
