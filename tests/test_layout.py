@@ -18,4 +18,4 @@ def test_slow_imports_are_imported_on_first_use():
         tx = zenflow_jax.zenflow(1e-3)
         print(sorted(slow & sys.modules.keys()))
     """
-    assert assert_ends(start("-c", code)) == "[]\n['flax']\n"
+    assert assert_ends(start("-c", code)) == "[]\n[]\n"

@@ -142,7 +142,7 @@ TINY = "--corpus-megabytes 0.3 --width 16 --layers 1 --heads 2 --ffn 24"
 TINY += " --optimizer adamw"  # a new installation would compile the host's kernels
 SHOWN = {
     f"zenflow-finetune quickstart --steps 1 --run first {TINY}": ("runs/quickstart/first", 0),
-    "zenflow-generate --model model a --max-tokens 3": ("3 tokens, ", 0),
+    "zenflow-generate --model model a --max-tokens 3": ("3 tokens in ", 0),
     "zenflow-compress model packed": ("ratio", 0),
     # Messages name the command that was typed.
     "zenflow-plan": ("as in `zenflow-plan quickstart`", 2),

@@ -135,9 +135,10 @@ def describe_oom(error: BaseException, run: StepSettings) -> str | None:
         cause = cause.__cause__
     if cause is None:
         return None
+    reason = str(cause).partition("\n")[0]
     return (
         f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
-        f"{run.micro_batches} micro-batches, using {run.optimizer}: {str(cause).splitlines()[0]} "
+        f"{run.micro_batches} micro-batches, using {run.optimizer}: {reason} "
         "Use a smaller --batch-size, more --micro-batches, --remat, or a way that --plan shows."
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._compact import compact
-from zenflow_jax._device.placing import place, state_shardings
+from zenflow_jax._device.placing import place
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline_plot import plot_timeline
@@ -39,7 +39,6 @@ __all__ = [
     "master_params",
     "place",
     "plot_timeline",
-    "state_shardings",
     "zenflow",
 ]
 

@@ -11,18 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from zenflow_jax._checkpoint.resume import Joining
 from zenflow_jax._checkpoint.saving import EngineSnapshot, Saver
 from zenflow_jax._device.gpu_faults import check_gpus
-from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, recorded
 from zenflow_jax._exchange import checks
-from zenflow_jax._exchange.flax_nnx import call_nnx
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
@@ -110,30 +107,28 @@ class HostEngine:
         check_one_of("check", check, ["samples", "all"])
         compact = is_compact(host_state)
         state, weights = checks.checked(params, opt_state, engine_state is None)
+        if max_skipped is not None and not state.offloads:
+            raise ValueError("`max_skipped` needs an offloaded leaf. Read the state's counts.")
         with Joining(state, weights, engine_state) as joining:
             check_gpus(devices_of(weights))
             run = joining.run_state()
             offloaded = OffloadedLeaves.of(state, prefetch_bytes)
             check_pinned_memory(state, offloaded)
-            # An engine state of jax arrays is already in pinned memory, and larger than mail.
-            if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(engine_state)):
-                pin_memory_for_mail(state, offloaded)
+            pin_memory_for_mail(state, offloaded)
             self._worker = worker = Worker(
                 state, weights, offloaded, host_kernel, threads, max_skipped, compact=compact
             )
             self._checker = checks.StateChecker(state, weights)
-            self._progress = progress = Progress(state.schedule, offloaded, run)
+            self._progress = progress = Progress(state.schedule, run)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
             joining.resume(run, offloaded, worker, updates)
             self._mailbox = Mailbox(worker, state)
             self._tokens = tokens = self._mailbox.tokens
-            self._lifecycle = life = Lifecycle(progress, updates.pending)
+            self._lifecycle = life = Lifecycle(updates.pending)
             self._saver = Saver(
                 state, weights, offloaded, host_kernel, tokens, worker, progress, updates, life
             )
-            # Without offloaded leaves: counts of the last step, which are read at the next call.
-            self._offloads, self._unread = state.offloads, None
             self._offloaded = offloaded
         tokens.run = joining.number
         # This must come last: a failed constructor must not leak a thread.
@@ -186,8 +181,10 @@ class HostEngine:
                 different devices.
         """
         self._check_usable()
-        if not self._offloads:
-            return self._pass(params, opt_state)
+        if not self._offloaded.specs:
+            self._checker.state(opt_state)
+            self._progress.run.step += 1
+            return params, opt_state
         boundaries = self._progress.boundaries()
         closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
         arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
@@ -228,19 +225,6 @@ class HostEngine:
             self._saver.note(taken.weights)
             return params, opt_state
 
-    def _pass(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
-        """Counts a step of a run without offloaded leaves; returns the arguments."""
-        state = self._checker.state(opt_state)
-        self._progress.run.step += 1
-        self._read_counts()
-        self._unread = _counts(state.step, state.skipped, state.skipped_in_a_row)
-        return params, opt_state
-
-    def _read_counts(self) -> None:
-        counts, self._unread = self._unread, None
-        if counts is not None:
-            self._worker.note_skipped(*read(counts).tolist())
-
     @recorded("flush")
     def flush(self, params: PyTree, opt_state: PyTree) -> tuple[Any, Any]:
         """Merges pending updates, unless this would lose provisional steps.
@@ -260,10 +244,9 @@ class HostEngine:
         """
         self._check_usable()
         state = self._checker.state(opt_state)
-        if not self._offloads:
-            self._read_counts()
+        if not self._offloaded.specs:
             return params, opt_state
-        copied = self._tokens.check_between_steps(state, "flush")
+        copied = self._tokens.check_between_steps(state)
         taken = self._checker.take(params)
         if copied:
             self._checker.check_in_place(state, taken.weights)
@@ -290,18 +273,18 @@ class HostEngine:
 
         With orbax, `EngineSave` saves this state without a copy. Save the state together with the
         parameters and the optimizer state that `exchange` returned, and pass it to a new engine as
-        `engine_state`. The call waits for the host's work. All processes in a run must call it.
+        `engine_state`. The call waits for the host's work.
 
         Returns:
-            A tree of dicts, lists and arrays. The large arrays are in host memory (pinned on a
-            GPU), take 20 bytes per offloaded parameter until they are freed, and never change.
-            Shapes and placements match `abstract_engine_state(opt_state)`.
+            A tree of dicts, lists and NumPy arrays, with 20 bytes per offloaded parameter. Shapes
+            match `abstract_engine_state(opt_state)`.
 
         Raises:
             RuntimeError: If the engine is closed, has failed, or was interrupted during a call.
+            ValueError: If other processes have parts of the state.
         """
         self._settle()
-        return self._saver.tree()
+        return self._saver.snapshot(0).tree()
 
     @recorded("state")
     def snapshot(self, copy_bytes: int | None = None) -> EngineSnapshot:
@@ -324,11 +307,11 @@ class HostEngine:
 
     def exchange_nnx(self, model: object, optimizer: object) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""
-        call_nnx(self.exchange, model, optimizer)
+        _in_place(self.exchange, model, optimizer)
 
     def flush_nnx(self, model: object, optimizer: object) -> None:
         """Calls `flush` for flax nnx, and updates `model` and its `optimizer` in place."""
-        call_nnx(self.flush, model, optimizer)
+        _in_place(self.flush, model, optimizer)
 
     def close(self) -> None:
         """Ends the thread, frees memory and drops updates. Safe to call twice or during work.
@@ -339,13 +322,6 @@ class HostEngine:
         self._worker.stop()
         self._mailbox.close()
         self._updates.forget()
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """Rejects `copy.copy`, `copy.deepcopy` and `pickle`, which all call this method."""
-        raise TypeError(
-            "An engine, or a step attached to it, cannot be copied or pickled. Save "
-            "`engine.state()` and resume with `HostEngine(params, opt_state, engine_state=...)`."
-        )
 
     def __enter__(self) -> "HostEngine":
         return self
@@ -369,10 +345,7 @@ class HostEngine:
 
     def _check_usable(self) -> None:
         if self._worker.closed:
-            raise RuntimeError(
-                "This engine is closed. Close an engine only after the last `flush`; for a new "
-                "run, make a new engine with `HostEngine(params, tx.init(params))`."
-            )
+            raise RuntimeError("This engine is closed. For a new run, make a new engine.")
         self._worker.check()
         if self._lifecycle.interrupted:
             raise RuntimeError(INTERRUPTED)
@@ -387,10 +360,14 @@ class HostEngine:
         self._updates.wait()
 
 
-@jax.jit
-def _counts(*counts: jax.Array) -> jax.Array:
-    """Copies counts, because the next step may donate its state."""
-    return jnp.stack(counts)
+def _in_place(call: Callable[..., tuple[Any, Any]], model: Any, optimizer: Any) -> None:
+    # Importing flax takes as long as importing this whole library.
+    from flax import nnx
+
+    params, opt_state = nnx.state(model, optimizer.wrt), optimizer.opt_state
+    params, opt_state = call(nnx.as_pure(params), nnx.as_pure(opt_state))
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
 
 def _forgotten(worker: Worker, lifecycle: Lifecycle) -> None:

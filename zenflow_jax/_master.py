@@ -91,9 +91,8 @@ def iter_master_params(
         engine._check_usable()
         if moment() != start:
             raise RuntimeError(
-                f"Parameters changed while the masters of step {step} were being read (it is now "
-                f"step {engine.stats.steps}). Read all masters before the next step, `flush` or "
-                "`iter_master_params`."
+                f"Parameters changed while the masters of step {step} were being read. Read all "
+                "before the next step, `flush` or `iter_master_params`."
             )
         return engine._updates.masters(number)
 

@@ -17,12 +17,11 @@ from jaxtyping import PyTree
 
 from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.leaves import (
-    check_outside_of_loops,
     check_outside_of_shard_map,
     check_update,
 )
 from zenflow_jax._device.memory import mail_rank, to_host
-from zenflow_jax._device.state import Static, ZenFlowState, register_flax_serialization
+from zenflow_jax._device.state import Static, ZenFlowState
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import judge, split_gradient, step_selected
 from zenflow_jax._device.streamed import is_streamed, misused, parts_of
@@ -31,7 +30,7 @@ from zenflow_jax._spec.arguments import (
     NUMBERS,
     check_numbers,
     check_schedule,
-    check_selectors,
+    check_static,
     check_transfer_dtype,
 )
 from zenflow_jax._spec.groups import assign_groups
@@ -165,6 +164,7 @@ def zenflow(
     References:
         Lan et al., ZenFlow, https://arxiv.org/abs/2505.12242, 2025.
     """
+    check_static({name: x for name, x in locals().items() if name in STATIC_ARGS})
     schedule = check_schedule(
         topk_ratio=topk_ratio,
         update_interval=update_interval,
@@ -180,9 +180,7 @@ def zenflow(
     numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
     check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
     selectors = channel_axis, resident, partition_replicated
-    check_selectors(*selectors, mask)
     rules = LeafRules(topk_ratio, *selectors, mail_dtype, mask, lr_scale, param_shardings)
-    register_flax_serialization()
 
     def init(params: PyTree) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")
@@ -200,8 +198,6 @@ def zenflow(
         del extra  # not used by Adam; a chain passes them to every transformation
         check_outside_of_shard_map("tx.update")
         weights = check_update(updates, params, state)
-        if state.offloads:
-            check_outside_of_loops()
         count = state.step - state.skipped  # as `optax.adamw` under `optax.apply_if_finite`
         values = (x(count) if callable(x) else x for x in numbers[:-1])
         # A Python float adopts the other operand's dtype.

@@ -5,12 +5,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import optax
 from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import find_state, has_state
+from zenflow_jax._device.state import has_state
 from zenflow_jax._engine import HostEngine
-from zenflow_jax._exchange.checks import accumulations
 
 
 class attach:  # lower case, because it is called like a function
@@ -74,39 +75,23 @@ class attach:  # lower case, because it is called like a function
         put: Callable[..., PyTree] | None = None,
         engine_options: Mapping[str, Any] | None = None,
     ):
-        if isinstance(step, attach):
-            raise TypeError("The step is already attached. Use it as it is.")
-        if (get is None) != (put is None):
-            raise TypeError("`get` and `put` belong together. Pass both or neither.")
         if engine is not None and engine_options is not None:
             raise TypeError("An `engine` has its options. Pass `engine_options` without it.")
         self._get, self._put = get or _get, put or _put
-        self._step, self._engine, self._engine_options = step, engine, engine_options or {}
-        self._updates: int | None = None  # those that `optax.MultiSteps` has passed on
-        self._started = self._closed = False
+        self._step, self._engine_options = step, engine_options or {}
+        #: The engine; None before the first call creates it.
+        self.engine: Any = engine
         functools.update_wrapper(self, step, updated=())  # without the step's attributes
-
-    @property
-    def engine(self) -> HostEngine:
-        """Returns the engine; raises an error if the first call has not created it yet."""
-        if self._engine is None:
-            raise RuntimeError(
-                "The step has no engine before its first call. Call the step first, or pass "
-                "`attach(step, HostEngine(params, opt_state))`."
-            )
-        return self._engine
 
     def __call__(self, *args: PyTree, **more: PyTree) -> Any:
         """Takes the step, then calls `exchange`; returns the results for the next step."""
-        self._start(args)
+        before = _updates(self._arguments(args)[1])
         out = self._step(*args, **more)
         values = tuple(out) if type(out) in (tuple, list) else (out,)
         params, opt_state = self._get(*values)
-        before, self._updates = self._updates, _updates(opt_state)
-        if before is not None and self._updates == before:
+        if before is not None and _updates(opt_state) == before:
             return out  # `optax.MultiSteps` has only added to its sum
-        params, opt_state = self.engine.exchange(params, opt_state)
-        new = self._put(params, opt_state, *values)
+        new = self._put(*self.engine.exchange(params, opt_state), *values)
         if type(out) not in (tuple, list):
             return new
         return type(out)(new if type(new) is tuple else (new,))
@@ -121,44 +106,37 @@ class attach:  # lower case, because it is called like a function
         Returns:
             The same objects with these updates, to continue from.
         """
-        self._start(carried)
-        return self._put(*self.engine.flush(*self._get(*carried)), *carried)
+        params, opt_state = self._arguments(carried)
+        return self._put(*self.engine.flush(params, opt_state), *carried)
 
     def close(self) -> None:
         """Closes the engine, like `HostEngine.close`. Safe to call twice."""
-        self._closed = True
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()
 
     def __enter__(self) -> "attach":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._closed = True
-        if self._engine is not None:
-            self._engine.__exit__(kind, error, trace)
+        if self.engine is not None:
+            self.engine.__exit__(kind, error, trace)
 
-    __reduce_ex__ = HostEngine.__reduce_ex__
-
-    def _start(self, values: tuple[PyTree, ...]) -> None:
-        if self._closed:
-            raise RuntimeError(
-                "The attached step is closed. Attach again from the run's last checkpoint: "
-                '`attach(step, engine_options={"engine_state": ...})`.'
-            )
-        if not self._started:
-            params, opt_state = self._get(*values)
-            find_state(opt_state)  # raises an error with a remedy
-            if self._engine is None:
-                self._engine = HostEngine(params, opt_state, **self._engine_options)
-            self._updates = _updates(opt_state)
-            self._started = True
+    def _arguments(self, values: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        """Returns parameters and optimizer state; makes the engine before the first step."""
+        params, opt_state = self._get(*values)
+        if self.engine is None:
+            self.engine = HostEngine(params, opt_state, **self._engine_options)
+        return params, opt_state
 
 
 def _updates(opt_state: PyTree) -> int | None:
     """Returns how many updates `optax.MultiSteps`, if present, has passed to zenflow."""
-    around = accumulations(opt_state)
-    return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
+
+    def is_around(x: object) -> bool:
+        return isinstance(x, optax.MultiStepsState) and has_state(x)
+
+    around = [x for x in jax.tree.leaves(opt_state, is_leaf=is_around) if is_around(x)]
+    return int(read(around[0].gradient_step)) if around else None
 
 
 def _is_train_state(x: object) -> bool:

@@ -9,28 +9,20 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
 from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow
-from zenflow_jax._spec.arguments import check_numbers
-from zenflow_jax._spec.rules import check_int_or_none
 from zenflow_jax._transform import zenflow
 
 __all__ = ["DeepSpeedOptions", "from_deepspeed"]
 
 _ADAM, _SCHEDULE, _ZERO = "optimizer.params.", "scheduler.params.", "zero_optimization."
-_OFFLOAD, _ZENFLOW = f"{_ZERO}offload_optimizer", f"{_ZERO}zenflow"
-_RATES = ("warmup_min_lr", "warmup_max_lr")
-# Each schedule's own parameters.
-_SCHEDULES: dict[Any, tuple[str, ...]] = {
-    "WarmupLR": _RATES,
-    "WarmupDecayLR": (*_RATES, "total_num_steps"),
-    "WarmupCosineLR": ("warmup_min_ratio", "cos_min_ratio", "total_num_steps"),
-}
+_OFFLOAD, _ZENFLOW = f"{_ZERO}offload_optimizer.", f"{_ZERO}zenflow."
+_SCHEDULES = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 _NEVER = 2**31 - 1  # steps; the largest int32
 
 
@@ -42,9 +34,11 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < math.inf
 
 
-def _one_of(*values: str | bool) -> _Kind:
-    expected = " or ".join(map(json.dumps, values))
-    return expected, lambda x: isinstance(x, str | bool) and x in values
+def _one_of(*values: str | int | None) -> _Kind:
+    # In Python, 1 and True are equal.
+    return " or ".join(map(json.dumps, values)), lambda x: any(
+        type(x) is type(y) and x == y for y in values
+    )
 
 
 _FLAG = _one_of(True, False)
@@ -53,77 +47,65 @@ _SHARE: _Kind = ("a number from 0 to 1", lambda x: _is_number(x) and x <= 1)
 _WHOLE: _Kind = ("a whole number", lambda x: _is_number(x) and x == int(x))
 _COUNT: _Kind = ("a whole number of at least 1", lambda x: _WHOLE[1](x) and x > 0)
 _OBJECT = ("an object ({...})", lambda x: isinstance(x, Mapping))
-_KEYS: dict[str, _Kind] = {
-    "gradient_clipping": _NUMBER,
-    "optimizer.type": _one_of("Adam", "AdamW", "adam", "adamw"),
-    **dict.fromkeys((f"{_ADAM}lr", f"{_ADAM}eps", f"{_ADAM}weight_decay"), _NUMBER),
-    f"{_ADAM}betas": (
-        "a list of two numbers in [0, 1)",
-        lambda x: isinstance(x, list | tuple) and [_SHARE[1](b) and b < 1 for b in x] == [True] * 2,
-    ),
-    **dict.fromkeys((f"{_ADAM}adam_w_mode", f"{_ADAM}bias_correction"), _one_of(True)),
-    **dict.fromkeys((f"{_ADAM}amsgrad", f"{_ADAM}maximize"), _one_of(False)),
-    "scheduler.type": (
-        f"{_one_of(*_SCHEDULES)[0]}, or pass an optax schedule as `learning_rate`",
-        lambda x: x in _SCHEDULES,
-    ),
-    **dict.fromkeys((f"{_SCHEDULE}warmup_num_steps", f"{_SCHEDULE}total_num_steps"), _COUNT),
-    f"{_SCHEDULE}warmup_type": _one_of("log", "linear"),
-    f"{_SCHEDULE}last_batch_iteration": ("-1, and resume from a checkpoint", lambda x: x == -1),
-    **dict.fromkeys((f"{_SCHEDULE}warmup_min_lr", f"{_SCHEDULE}warmup_max_lr"), _NUMBER),
-    **dict.fromkeys((f"{_SCHEDULE}warmup_min_ratio", f"{_SCHEDULE}cos_min_ratio"), _NUMBER),
-    f"{_ZERO}stage": ("0, 1, 2 or 3", lambda x: type(x) is int and 0 <= x <= 3),
-    f"{_OFFLOAD}.device": _one_of("none", "cpu", "nvme"),
-    f"{_OFFLOAD}.pin_memory": _FLAG,
-    f"{_ZENFLOW}.topk_ratio": ("a number in (0, 1)", lambda x: _SHARE[1](x) and 0 < x < 1),
-    f"{_ZENFLOW}.update_interval": _COUNT,
-    f"{_ZENFLOW}.auto_ratio": _SHARE,
-    f"{_ZENFLOW}.select_strategy": _one_of("step", "epoch"),
-    f"{_ZENFLOW}.select_interval": _WHOLE,
-    f"{_ZENFLOW}.steps_per_epoch": _COUNT,
-    f"{_ZENFLOW}.full_warm_up_rounds": _WHOLE,
-    f"{_ZENFLOW}.overlap_step": _FLAG,
-    f"{_ZENFLOW}.offload": _FLAG,
-}
+_BETAS: _Kind = (
+    "a list of two numbers in [0, 1)",
+    lambda x: isinstance(x, list | tuple) and [_SHARE[1](b) and b < 1 for b in x] == [True] * 2,
+)
+_RATIO: _Kind = ("a number in (0, 1)", lambda x: _SHARE[1](x) and 0 < x < 1)
+_TYPES = (
+    f"{_one_of(*_SCHEDULES)[0]}, or pass an optax schedule as `learning_rate`",
+    lambda x: x in _SCHEDULES,
+)
+_TABLE: Sequence[tuple[str, str, _Kind]] = (
+    ("", "gradient_clipping", _NUMBER),
+    ("optimizer.", "type", _one_of("Adam", "AdamW", "adam", "adamw")),
+    (_ADAM, "lr eps weight_decay", _NUMBER),
+    (_ADAM, "betas", _BETAS),
+    (_ADAM, "adam_w_mode bias_correction", _one_of(True)),
+    (_ADAM, "amsgrad maximize", _one_of(False)),
+    ("scheduler.", "type", _TYPES),
+    (_SCHEDULE, "warmup_num_steps total_num_steps", _COUNT),
+    (_SCHEDULE, "warmup_type", _one_of("log", "linear")),
+    (_SCHEDULE, "last_batch_iteration", _one_of(-1)),
+    (_SCHEDULE, "warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio", _NUMBER),
+    (_ZERO, "stage", _one_of(0, 1, 2, 3)),
+    (_OFFLOAD, "device", _one_of("none", "cpu", "nvme")),
+    (_OFFLOAD, "pin_memory", _FLAG),
+    (_ZENFLOW, "topk_ratio", _RATIO),
+    (_ZENFLOW, "update_interval steps_per_epoch", _COUNT),
+    (_ZENFLOW, "auto_ratio", _SHARE),
+    (_ZENFLOW, "select_strategy", _one_of("step", "epoch")),
+    (_ZENFLOW, "select_interval full_warm_up_rounds", _WHOLE),
+    (_ZENFLOW, "overlap_step offload", _FLAG),
+)
+_KEYS = {block + key: kind for block, keys, kind in _TABLE for key in keys.split()}
 _BLOCKS = {name[:i] for name in _KEYS for i, x in enumerate(name) if x == "."}
 # Blocks in which an unknown key is an error.
-_CLOSED = (_ADAM, _SCHEDULE, f"{_ZENFLOW}.")
-_LISTED = (f"{_ADAM}torch_adam", f"{_ADAM}fused", f"{_ZENFLOW}.pt_reserved_cores_perc")
+_CLOSED = (_ADAM, _SCHEDULE, _ZENFLOW)
+_LISTED = (f"{_ADAM}torch_adam", f"{_ADAM}fused", f"{_ZENFLOW}pt_reserved_cores_perc")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class DeepSpeedOptions:
     """The meaning of a DeepSpeed config. Created by `from_deepspeed`.
 
     Attributes:
-        kind: "zenflow"; "offload" for an offloaded optimizer without a `zenflow` section, which
-            becomes `zenflow` with no channel selected and windows of one step; otherwise "adamw".
         learning_rate: A number, a schedule of the step count (from 0), or None if it is not set.
-        arguments: Keyword arguments for `zenflow` or `optax.adamw`, except the learning rate.
-        max_grad_norm: The global norm to which gradients are clipped; also in zenflow's arguments.
+        arguments: Keyword arguments for `zenflow`, except the learning rate. Without a `zenflow`
+            section, an offloaded optimizer has no selected channel and windows of one step; any
+            other optimizer has only selected channels, and needs no engine.
         not_translated: Names of keys that are not read or not applied; a warning lists them.
     """
 
-    kind: str
     learning_rate: optax.ScalarOrSchedule | None
     arguments: dict[str, Any]
-    max_grad_norm: float | None
     not_translated: tuple[str, ...]
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """Returns a new transformation: `zenflow(learning_rate, **arguments)`, for a `HostEngine`.
-
-        For the kind "adamw", it is `optax.adamw` after `optax.clip_by_global_norm`.
-        """
-        if self.learning_rate is None:
-            raise ValueError("`learning_rate` is missing. Set it in the config or as an argument.")
-        if self.kind != "adamw":
-            return zenflow(self.learning_rate, **self.arguments)
-        adamw = optax.adamw(self.learning_rate, **self.arguments)
-        if self.max_grad_norm is None:
-            return adamw
-        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), adamw)
+        """Returns a new transformation: `zenflow(learning_rate, **arguments)`."""
+        rate: Any = self.learning_rate  # `zenflow` rejects None
+        return zenflow(rate, **self.arguments)
 
 
 def from_deepspeed(
@@ -138,7 +120,6 @@ def from_deepspeed(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     max_grad_norm: float | None = 1.0,
-    mask: Any | Callable[[Any], Any] | None = None,
 ) -> DeepSpeedOptions:
     """Returns the optimizer and its schedule in a DeepSpeed config.
 
@@ -155,12 +136,10 @@ def from_deepspeed(
         warmup_steps: For `warmup_num_steps`; values below 2 count as 2.
         b1, b2, eps, weight_decay: For `betas`, and the keys with these names.
         max_grad_norm: For `gradient_clipping`; None for no clipping.
-        mask: The leaves with weight decay, as in `zenflow` and `optax.adamw`.
 
     Raises:
         ValueError: If the file is not plain JSON, a value is invalid or missing, or a block whose
             keys are all known (`zenflow`, optimizer or scheduler parameters) has another.
-        TypeError: If an argument has the wrong type.
 
     Examples:
         >>> options = from_deepspeed({
@@ -171,19 +150,11 @@ def from_deepspeed(
         ...         "zenflow": {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": True},
         ...     },
         ... })
-        >>> options.kind, options.learning_rate, options.arguments["select_interval"]
-        ('zenflow', 2e-05, AutoSelect(keep=0.9, max_windows=64))
+        >>> options.learning_rate, options.arguments["select_interval"]
+        (2e-05, AutoSelect(keep=0.9, max_windows=64))
         >>> tx = options.optimizer
     """
-    check_numbers(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
-    if learning_rate is not None:
-        check_numbers(learning_rate=learning_rate)
-    check_int_or_none("total_steps", total_steps, 1)
-    check_int_or_none("steps_per_epoch", steps_per_epoch, 1)
-    check_int_or_none("warmup_steps", warmup_steps, 0)
-
-    read = _Config(config, has_schedule=callable(learning_rate))
-    rate = learning_rate
+    read, rate = _Config(config, has_schedule=callable(learning_rate)), learning_rate
     arguments: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     if "optimizer" in read:
         rate = read.get(f"{_ADAM}lr", 1e-3 if f"{_ADAM}lr" not in read and rate is None else rate)
@@ -196,66 +167,43 @@ def from_deepspeed(
         rate = _schedule(read, kind, rate, warmup_steps, total_steps)
     elif "scheduler" in read.listed and callable(learning_rate):
         rate = learning_rate
-    if mask is not None:
-        arguments["mask"] = mask
-    clip = read.get("gradient_clipping", max_grad_norm) or None
-    kind = _kind(read)
-    if kind == "zenflow":
-        arguments |= _rules(read, steps_per_epoch)
-    elif kind == "offload":
-        arguments |= {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
-    if kind != "adamw":
-        # Deferred weights do not move between two updates, as in DeepSpeed.
-        arguments |= {"max_grad_norm": clip, "provisional_share": None}
+    arguments["max_grad_norm"] = read.get("gradient_clipping", max_grad_norm) or None
+    arguments |= _rules(read, steps_per_epoch)
     if read.listed:
         listed = ", ".join(f"`{name}`" for name in read.listed)
         warnings.warn(
-            f"{read.source}These keys have no effect: {listed}. docs/deepspeed.md lists the keys "
-            "that do.",
+            f"These keys have no effect: {listed}. docs/deepspeed.md lists the keys that do.",
             stacklevel=2,
         )
-    named = {"kind": kind, "learning_rate": rate, "arguments": arguments, "max_grad_norm": clip}
-    return DeepSpeedOptions(**named, not_translated=tuple(read.listed))
+    return DeepSpeedOptions(rate, arguments, tuple(read.listed))
 
 
 class _Config:
     """A config's values by name; `listed` contains the names that are not read or not applied."""
 
     def __init__(self, config: Any, has_schedule: bool):
-        self.source = ""  # the start of an error's text
         if isinstance(config, str | os.PathLike):
-            self.source = f"{os.fspath(config)}: "
             with open(config, encoding="utf-8-sig") as file:
-                try:
-                    config = json.load(file)
-                except ValueError as error:
-                    text = f"{self.source}The file is not plain JSON (comments?): {error}."
-                    raise ValueError(text) from None
-        if not isinstance(config, Mapping):
-            error = ValueError if self.source else TypeError
-            raise error(f"{self.source}`config` must be a path or an object, got {config!r}.")
-        kinds = {
-            name: block.get("type")
-            for name in ("optimizer", "scheduler")
-            if isinstance(block := config.get(name), Mapping)
-        }
+                config = json.load(file)
         # DeepSpeed ignores an optimizer or scheduler without a type.
-        self.listed = [name for name, kind in kinds.items() if kind is None]
-        schedule = kinds.get("scheduler")
-        if schedule is not None and schedule not in _SCHEDULES and has_schedule:
+        self.listed: list[str] = [
+            name
+            for name in ("optimizer", "scheduler")
+            if isinstance(block := config.get(name), Mapping) and block.get("type") is None
+        ]
+        kind = "scheduler" not in self.listed and (config.get("scheduler") or {}).get("type")
+        if kind and kind not in _SCHEDULES and has_schedule:
             self.listed.append("scheduler")
-        excluded = {_SCHEDULE + key for keys in _SCHEDULES.values() for key in keys}
-        excluded -= {_SCHEDULE + key for key in _SCHEDULES.get(schedule, ())}
         self._values: dict[str, Any] = {}
         for name, x in self._flat({k: v for k, v in config.items() if k not in self.listed}, ""):
-            if name in _BLOCKS or (name in _KEYS and name not in excluded):
+            if name in _KEYS or name in _BLOCKS:
                 expected, is_valid = _KEYS.get(name, _OBJECT)
                 is_auto = x == "auto" and name in _KEYS and not name.endswith(".type")
                 self._values[name] = None if is_auto else x
                 if not is_auto and not is_valid(x):
                     raise self.error(name, expected)
             elif name.startswith(_CLOSED) and name not in _LISTED:
-                raise ValueError(f"{self.source}`{name}` is not a DeepSpeed key. Remove it.")
+                raise ValueError(f"`{name}` is not a DeepSpeed key. Remove it.")
             else:
                 self.listed.append(name)
 
@@ -277,7 +225,7 @@ class _Config:
     def error(self, name: str, expected: str) -> ValueError:
         value = self.get(name, "auto") if name in self else None
         text = "missing" if value is None else json.dumps(value, default=repr)
-        return ValueError(f"{self.source}`{name}` is {text}. Use {expected}.")
+        return ValueError(f"`{name}` is {text}. Use {expected}.")
 
 
 def _schedule(
@@ -290,32 +238,29 @@ def _schedule(
     first two steps both have the lowest rate.
     """
 
-    def count(key: str, default: int | None, argument: str) -> int:
+    def get(key: str, default: Any) -> Any:
         value = config.get(_SCHEDULE + key, default)
         if value is None:
-            expected = f"a number of steps, or pass `from_deepspeed(config, {argument}=...)`"
-            raise config.error(_SCHEDULE + key, expected)
+            raise config.error(_SCHEDULE + key, "a number, here or as an argument")
         return value
 
-    cosine = kind == "WarmupCosineLR"
-    if kind == "WarmupDecayLR" and f"{_SCHEDULE}warmup_max_lr" not in config:
-        rate = 1e-3  # DeepSpeed's default, whatever the optimizer's rate is
+    cosine, falls = kind == "WarmupCosineLR", kind == "WarmupDecayLR"
     if not cosine:
-        rate = config.get(f"{_SCHEDULE}warmup_max_lr", rate)
+        # DeepSpeed's default, whatever the optimizer's rate is.
+        is_default = falls and f"{_SCHEDULE}warmup_max_lr" not in config
+        rate = get("warmup_max_lr", 1e-3 if is_default else rate)
     if rate is None or callable(rate):
         raise ValueError(
-            f"`learning_rate` is {'missing' if rate is None else 'a schedule'}, but the config's "
-            "`scheduler` needs a number. Pass a number, or remove the scheduler."
+            f"`learning_rate` is {rate!r}, but the config's `scheduler` needs a number. Pass a "
+            "number, or remove the scheduler."
         )
     # Before the warm-up: a rate, or a share of the highest rate.
-    lowest = config.get(_SCHEDULE + ("warmup_min_ratio" if cosine else "warmup_min_lr"), 0.0)
-    last = config.get(f"{_SCHEDULE}cos_min_ratio", 1e-4)
-    log = config.get(f"{_SCHEDULE}warmup_type", "log") == "log"
+    lowest = get("warmup_min_ratio" if cosine else "warmup_min_lr", 0.0)
+    last, log = get("cos_min_ratio", 1e-4), get("warmup_type", "log") == "log"
     if warmup_steps is None and f"{_SCHEDULE}warmup_num_steps" not in config:
         warmup_steps = 1000  # DeepSpeed's default
-    # DeepSpeed divides by the logarithm.
-    warmup = max(2, count("warmup_num_steps", warmup_steps, "warmup_steps"))
-    total = 0 if kind == "WarmupLR" else count("total_num_steps", total_steps, "total_steps")
+    warmup = max(2, get("warmup_num_steps", warmup_steps))  # DeepSpeed divides by the logarithm
+    total = get("total_num_steps", total_steps) if cosine or falls else 0
     falling = max(1, total - warmup)
 
     def schedule(count: Any) -> Any:
@@ -330,45 +275,41 @@ def _schedule(
             # The first step's rate is 0, whatever the lowest rate is, as in DeepSpeed.
             return rate * jnp.where(i < 0, 0.0, part)
         left: Any = 1.0
-        if kind == "WarmupDecayLR":
+        if falls:
             left = jnp.maximum((total - i).astype(jnp.float32) / falling, 0.0)
         return lowest + (rate - lowest) * jnp.where(i < warmup, risen, left)
 
     return schedule
 
 
-def _kind(config: _Config) -> str:
-    """Returns the kind of optimizer; lists ineffective keys for ZeRO and offloading."""
-    stage, device = config.get(f"{_ZERO}stage", 0), config.get(f"{_OFFLOAD}.device", "none")
-    offloads, has_rules = device != "none", _ZENFLOW in config
-    if stage == 0 and (offloads or has_rules):
-        raise config.error(f"{_ZERO}stage", "1, 2 or 3 with an offloaded optimizer")
-    if has_rules and not offloads:
-        expected = 'an object with the device "cpu", which `zenflow` requires'
-        raise config.error(_OFFLOAD, expected)
-    kind = "zenflow" if has_rules else "offload" if offloads else "adamw"
-    not_applied = {
-        # Shardings place parameters, and optax.adamw's state.
-        f"{_ZERO}stage": stage == 3 or (stage and kind == "adamw"),
-        f"{_OFFLOAD}.device": device == "nvme",  # replaced by host memory
-        f"{_OFFLOAD}.pin_memory": not config.get(f"{_OFFLOAD}.pin_memory", True),
-        # The state of selected channels stays on the device.
-        f"{_ZENFLOW}.offload": config.get(f"{_ZENFLOW}.offload", False),
-    }
-    config.listed += [key for key, ignored in not_applied.items() if ignored]
-    return kind
-
-
 def _rules(config: _Config, steps_per_epoch: int | None) -> dict[str, Any]:
-    """Returns `zenflow`'s arguments from its section, where "auto" is DeepSpeed's default."""
+    """Returns `zenflow`'s arguments for the config's ZeRO section; lists its ineffective keys."""
 
     def get(key: str, default: Any = None) -> Any:
-        return config.get(f"{_ZENFLOW}.{key}", default)
+        return config.get(_ZENFLOW + key, default)
 
-    # With a share of 0, no leaf delays the close, so windows have the minimum length.
+    stage, device = config.get(f"{_ZERO}stage", 0), config.get(f"{_OFFLOAD}device", "none")
+    selects = _ZENFLOW[:-1] in config
+    offloads = selects or device != "none"
+    not_applied = {
+        # Shardings place parameters, and the state of selected channels.
+        f"{_ZERO}stage": stage == 3 or (stage and not offloads),
+        f"{_OFFLOAD}device": device == "nvme",  # replaced by host memory
+        f"{_OFFLOAD}pin_memory": not config.get(f"{_OFFLOAD}pin_memory", True),
+        # The state of selected channels stays on the device.
+        f"{_ZENFLOW}offload": get("offload", False),
+    }
+    config.listed += [key for key, ignored in not_applied.items() if ignored]
+    # Deferred weights do not move between two updates, as in DeepSpeed.
+    arguments: dict[str, Any] = {"provisional_share": None}
+    if not selects:
+        share = 0.0 if offloads else 1.0
+        return arguments | {"topk_ratio": share, "update_interval": 1, "staleness": 0}
+    # "auto" is DeepSpeed's default. With a share of 0, no leaf delays the close, so windows have
+    # the minimum length.
     share = get("auto_ratio", 0.99)
     window = int(get("update_interval", 0)) or (AutoWindow(share=share) if share else 2)
-    arguments: dict[str, Any] = {
+    arguments |= {
         "topk_ratio": get("topk_ratio", 0.1),
         "full_warm_up_rounds": int(get("full_warm_up_rounds", 0)),
         "update_interval": window,
@@ -377,21 +318,16 @@ def _rules(config: _Config, steps_per_epoch: int | None) -> dict[str, Any]:
         arguments["window_scaling"] = None  # as in DeepSpeed, and best for adaptive windows
     if not get("overlap_step", False):
         arguments["staleness"] = 0
-
     strategy, interval = get("select_strategy", "auto"), get("select_interval")
     epoch = steps_per_epoch or get("steps_per_epoch")
     if (strategy == "auto") != (interval is None):
         expected = '"auto"' if strategy == "auto" else "a whole number"
         expected += f' with select_strategy "{strategy}"'
-        raise config.error(f"{_ZENFLOW}.select_interval", expected)
+        raise config.error(f"{_ZENFLOW}select_interval", expected)
     if strategy == "epoch" and epoch is None and interval:
         expected = '"step", or pass `from_deepspeed(config, steps_per_epoch=len(loader))`'
-        raise config.error(f"{_ZENFLOW}.select_strategy", expected)
+        raise config.error(f"{_ZENFLOW}select_strategy", expected)
     if strategy == "auto":
-        select: Any = epoch or AutoSelect()
-    else:
-        select = int(interval * (epoch if strategy == "epoch" else 1)) if interval else _NEVER
-        if isinstance(window, int) and select < window:
-            expected = f"at least update_interval={window} steps between selections, not {select}"
-            raise config.error(f"{_ZENFLOW}.select_interval", expected)
-    return arguments | {"select_interval": select}
+        return arguments | {"select_interval": epoch or AutoSelect()}
+    steps = int(interval * (epoch if strategy == "epoch" else 1)) if interval else _NEVER
+    return arguments | {"select_interval": steps}

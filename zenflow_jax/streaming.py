@@ -76,8 +76,8 @@ def stream(
     state = find_state(opt_state)
     if not state.send_gradients.in_step:
         raise ValueError(
-            f"The state has send_gradients={state.send_gradients.value!r}, but streamed layers "
-            "send gradients in the backward pass. Use zenflow(send_gradients='during_step')."
+            f"The state has send_gradients={state.send_gradients.value!r}. Streamed layers need "
+            "'during_step'."
         )
     found = match_leaves(params, state)
     weights = list(found.leaves)
@@ -89,10 +89,7 @@ def stream(
             check_layers_whole(leaf.spec, weights[place])
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
     if not any(map(is_streamed, weights)):
-        raise ValueError(
-            f"None of {len(weights)} leaves can stream. Stack the layers along the first axis, as "
-            "for `jax.lax.scan`."
-        )
+        raise ValueError("No leaf can stream. Stack the layers along the first axis.")
     return jax.tree.unflatten(found.treedef, weights)
 
 
@@ -109,8 +106,7 @@ def _is_layer(
     chosen = bool(where(path, weight))
     if chosen and not stacked:
         raise ValueError(
-            f"`where` picks {leaf.spec.name}, which is {leaf!r}. Pick only offloaded leaves that "
-            "are stacked along their first axis."
+            f"`where` picks {leaf!r}. Pick offloaded leaves, stacked along their first axis."
         )
     return chosen
 
@@ -178,7 +174,9 @@ def scan_layers(
             `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
         carry: The first layer's input.
         layers: A tree of arrays stacked along axis 0, which may come from `stream`.
-        reverse, unroll, length: As for `jax.lax.scan`.
+        reverse: As for `jax.lax.scan`.
+        unroll: As for `jax.lax.scan`.
+        length: As for `jax.lax.scan`.
 
     Returns:
         The carry after the last layer, and the stacked outputs.
@@ -236,9 +234,8 @@ def check_device() -> None:
         wrong = np.mean(np.abs(got - want)) / np.mean(np.abs(want))
         if not wrong < 1e-2:
             raise RuntimeError(
-                f"Streamed gradients differ by {wrong:.1%} from a plain scan's gradients on "
-                f"{jax.devices()[0].device_kind} with jax {jax.__version__}. Use send_gradients="
-                '"after_step" for scanned layers instead (in the script: `--stream none`).'
+                f"Streamed gradients differ by {wrong:.1%} from a plain scan's with jax "
+                f'{jax.__version__} here. Use send_gradients="after_step" (`--stream none`).'
             )
 
 

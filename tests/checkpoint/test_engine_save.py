@@ -1,21 +1,17 @@
 """A save contains the engine's state at the time of the call, although the run continues."""
 
-import asyncio
 import dataclasses
 import errno
 import functools
-import gc
 import math
 import os
 import threading
-import types
-from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint import future, v1
+from orbax.checkpoint import future
 from safetensors.numpy import load_file
 
 import zenflow_jax
@@ -165,36 +161,6 @@ def test_a_run_resumes_from_a_checkpoint_manager(tmp_path):
     np.testing.assert_array_equal(tensors["leaves/1/mu@0,0"], restored.engine["leaves"][1]["mu"])
 
 
-def test_a_run_resumes_from_a_checkpointer_of_orbax_v1(tmp_path):
-    with Training(FIRST, SETTINGS) as whole, v1.training.Checkpointer(tmp_path) as checkpointer:
-        go(whole, PLAN, 9)
-        trees = {"params": whole.params, "opt_state": whole.state}
-        engine = zenflow_jax.EngineSave(whole.engine)
-        saving = checkpointer.save_checkpointables_async(9, {"engine": engine, **trees})
-        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, trees)
-        go(whole, PLAN, PLAN.steps)
-        expected = end(whole)
-        saving.result()
-        wanted = {"engine": zenflow_jax.EngineRestore(), **template}
-        restored = checkpointer.load_checkpointables(9, wanted)
-        engine_state = restored["engine"].item
-        with resumed(whole, (restored["params"], restored["opt_state"], engine_state)) as again:
-            again.t = 9
-            go(again, PLAN, PLAN.steps)
-            comparisons.assert_same_bits(end(again), expected)
-
-
-def test_a_run_goes_on_if_orbax_v1_drops_a_save():
-    with Training(ONE, SETTINGS) as training:
-        go(training, PLAN, 3)
-        directory = types.SimpleNamespace(path=Path("folder"))
-        writing = asyncio.run(zenflow_jax.EngineSave(training.engine, copy_bytes=0).save(directory))
-        writing.close()
-        del writing
-        gc.collect()
-        go(training, PLAN, 9)  # would wait for the save
-
-
 def test_an_engine_can_be_closed_while_it_waits_for_a_save(tmp_path, waits):
     def ends_closed():
         with pytest.raises(RuntimeError, match="closed"):
@@ -256,12 +222,9 @@ def test_a_failed_save_is_reported_and_does_not_block_the_run(wrong, tmp_path, m
         training.flush()
 
 
-def test_objects_that_cannot_be_saved_are_rejected(tmp_path):
-    with Training(ONE, SETTINGS) as training:
-        with pytest.raises(TypeError, match="`engine` is a dict"):
-            zenflow_jax.EngineSave(training.engine.state())
-        with pytest.raises(ValueError, match="gs://.* is not on a file s"):
-            save(training, "gs://bucket/9")
+def test_a_save_outside_a_file_system_or_of_a_closed_engine_fails(tmp_path):
+    with Training(ONE, SETTINGS) as training, pytest.raises(FileNotFoundError, match="gs:/bucket"):
+        save(training, "gs://bucket/9")
     with pytest.raises(RuntimeError, match="engine is closed"):
         save(training, tmp_path)
 
@@ -304,11 +267,9 @@ def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_p
             refused(ValueError, words)
         path.write_bytes(whole)
         save_as(1)
-        refused(ValueError, "also has engine-00001-of-00002.* each of 1 processes")
+        refused(ValueError, "several saves, such as engine-00001-of-00002")
         path.unlink()
-        refused(FileNotFoundError, "lacks engine-00000-of-.* each of 2 processes")
+        refused(FileNotFoundError, "lacks engine-00000-of-00002")
         training.go(1)
         save_as(0)
-        refused(
-            ValueError, "mixes files from several saves: of step 1, token .*, and of step 0, token"
-        )
+        refused(ValueError, "several saves, such as engine-00001-of-00002")

@@ -7,7 +7,6 @@ import threading
 import jax
 import numpy as np
 import pytest
-from flax import serialization
 
 import zenflow_jax
 from tests import comparisons, runs
@@ -98,24 +97,14 @@ def test_a_run_can_resume_with_another_format_for_moments(then):
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(Training.values(back)))
 
 
-def through_flax(tree, target):
-    """Returns the tree after flax has written it and read it back."""
-    return serialization.from_bytes(target, serialization.to_bytes(tree))
-
-
-def through_numpy(tree, target):
-    return jax.device_get(tree)
-
-
-@pytest.mark.parametrize("through", [through_flax, through_numpy])
-def test_a_run_resumes_from_bytes(through):
+def test_a_run_resumes_from_numpy_arrays():
     with Training(FIRST, SETTINGS, donate=True) as whole:
         go(whole, PLAN, 9)
         weights = runs.initial(FIRST)
         fresh = whole.tx.init(weights)
-        tree = (whole.params, whole.state, whole.engine.state())
-        target = (weights, fresh, zenflow_jax.abstract_engine_state(fresh))
-        params, state, engine_state = through(tree, target)
+        params, state, engine_state = jax.device_get(
+            (whole.params, whole.state, whole.engine.state())
+        )
         go(whole, PLAN, 14)
         expected = end(whole)
         placed = runs.place(params, None), put_by_name(state, fresh), engine_state
@@ -162,9 +151,7 @@ def test_a_saved_state_matches_the_template_and_another_runs_state_is_rejected()
         template = zenflow_jax.abstract_engine_state(state)
         assert jax.tree.structure(real) == jax.tree.structure(template)
         for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(template), strict=True):
-            assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
-            assert isinstance(y, jax.ShapeDtypeStruct)
-            assert x.sharding.memory_kind == "pinned_host"
+            assert (type(x), x.shape, x.dtype) == (np.ndarray, y.shape, y.dtype)
         # As if another version divided leaves by a different rule.
         text = bytes(np.asarray(real[LAYOUT_NAME]))
         regrouped = real | {LAYOUT_NAME: np.frombuffer(text.replace(b"[2]", b"[1]"), np.uint8)}

@@ -56,22 +56,19 @@ RULES_OF_TUTORIAL = {
 
 def test_the_tutorials_sample_works_unchanged():
     options, names = untranslated(TUTORIAL)
-    assert options.kind == "zenflow"
     adam = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
     assert options.arguments == RULES_OF_TUTORIAL | adam | {"select_interval": AutoSelect()}
     assert names == []
     assert options.learning_rate is None
-    with pytest.raises(ValueError, match="`learning_rate` is missing"):
+    with pytest.raises(TypeError, match="`learning_rate` must be a number"):
         _ = options.optimizer
 
 
 def test_a_complete_config_sets_the_optimizer():
-    mask = {"w": True, "b": False}
-    options = from_deepspeed(TRAINING, steps_per_epoch=1250, mask=mask)
+    options = from_deepspeed(TRAINING, steps_per_epoch=1250)
     assert options.learning_rate == 2e-5
     adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 0.5}
-    adam |= {"select_interval": 1250, "mask": mask}
-    assert options.arguments == RULES_OF_TUTORIAL | adam
+    assert options.arguments == RULES_OF_TUTORIAL | adam | {"select_interval": 1250}
     params = {"w": jnp.ones((40, 4)), "b": jnp.ones(4)}
     state = options.optimizer.init(params)
     expected = zenflow_jax.zenflow(2e-5, **options.arguments).init(params)
@@ -91,20 +88,17 @@ def test_a_config_file_means_the_same_as_its_contents_and_is_not_changed(tmp_pat
 @pytest.mark.parametrize("clipping", [0.5, 0])
 def test_without_zero_the_optimizer_is_adamw_on_the_device(clipping):
     config = changed({"gradient_clipping": clipping, "zero_optimization": REMOVE})
-    options = from_deepspeed(config, mask={"w": True})
-    assert (options.kind, options.max_grad_norm) == ("adamw", clipping or None)
+    tx = from_deepspeed(config).optimizer
     adamw = optax.adamw(2e-5, 0.9, 0.95, 1e-6, weight_decay=0.01)
     expected = optax.chain(optax.clip_by_global_norm(0.5), adamw) if clipping else adamw
     params, gradients = {"w": jnp.full((3, 2), 2.0)}, {"w": jnp.arange(6.0).reshape(3, 2)}
+    assert not tx.init(params).offloads
     with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
-        updates = (
-            tx.update(gradients, tx.init(params), params)[0]["w"]
-            for tx in (options.optimizer, expected)
-        )
-        np.testing.assert_array_equal(*updates)
+        updates = (x.update(gradients, x.init(params), params)[0]["w"] for x in (tx, expected))
+        np.testing.assert_allclose(*updates, rtol=1e-6)
 
 
-OFFLOADED = {"kind": "offload", "topk_ratio": 0, "update_interval": 1, "staleness": 0}
+OFFLOADED = {"topk_ratio": 0, "update_interval": 1, "staleness": 0}
 NVME = {RULES: REMOVE, f"{OFFLOAD}.device": "nvme"}
 NOT_FOLLOWED = [
     ("train_batch_size", 8),
@@ -121,7 +115,7 @@ NOT_FOLLOWED = [
     [
         ({RULES: REMOVE}, {**OFFLOADED, "max_grad_norm": 0.5}, []),
         (NVME, OFFLOADED, [f"{OFFLOAD}.device"]),
-        ({"zero_optimization": {"stage": 2}}, {"kind": "adamw"}, ["zero_optimization.stage"]),
+        ({"zero_optimization": {"stage": 2}}, {"topk_ratio": 1}, ["zero_optimization.stage"]),
         ({f"{ADAM}.lr": REMOVE}, {"learning_rate": 1e-3}, []),
         ({"optimizer.type": "Adam"}, {"weight_decay": 0.01}, []),
         ({"gradient_clipping": REMOVE}, {"max_grad_norm": 1.0}, []),
@@ -139,7 +133,6 @@ def test_keys_have_deepspeeds_meaning_or_are_listed_as_not_translated(changes, e
     assert names == listed
     values = vars(options) | options.arguments
     assert {name: values[name] for name in expected} == expected
-    assert options.max_grad_norm == values["max_grad_norm"]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +203,7 @@ def test_arguments_replace_values_that_are_auto_or_missing():
     options = from_deepspeed(TUTORIAL, learning_rate=3e-4, **ARGUMENTS)
     assert options.learning_rate == 3e-4
     assert options.arguments.items() >= ARGUMENTS.items()
-    assert from_deepspeed(TUTORIAL, max_grad_norm=None).max_grad_norm is None
+    assert from_deepspeed(TUTORIAL, max_grad_norm=None).arguments["max_grad_norm"] is None
     # The config's values take precedence over arguments.
     for rate in (1.0, optax.constant_schedule(1.0)):
         assert from_deepspeed(TRAINING, learning_rate=rate, **ARGUMENTS) == from_deepspeed(TRAINING)

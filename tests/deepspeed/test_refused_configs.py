@@ -26,8 +26,7 @@ WRONG = {
     f"{RULES}.overlap_step": ["true", 1],
     f"{RULES}.auto_ratio": [1.5],
     f"{RULES}.topk_ration": [0.1],
-    "zero_optimization.stage": [0, 4],
-    OFFLOAD: [REMOVE, {"device": "none"}],
+    "zero_optimization.stage": [4, True],
     f"{OFFLOAD}.device": ["gpu"],
     "optimizer": [[]],
     "optimizer.type": ["Lamb", "auto"],
@@ -45,7 +44,6 @@ WRONG = {
         {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
         {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
         {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
-        {"type": "WarmupLR", "params": {"total_num_steps": 9}},
         {"type": "WarmupLR", "params": {"last_batch_iteration": 9}},
     ],
 }
@@ -69,16 +67,14 @@ def selected(strategy, interval):
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
-        (selected("step", 3), {}, "select_interval` is 3.* update_interval=4 "),
-        (
-            selected("epoch", 1),
-            {"steps_per_epoch": 3},
-            "select_interval` is 1.* update_interval=4 ",
-        ),
         (selected("step", "auto"), {}, 'select_interval` is "auto".* a whole number '),
         (selected("epoch", 1), {}, "select_strategy`.* steps_per_epoch="),
-        (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "is a schedule"),
-        (scheduled("WarmupLR") | {"optimizer": REMOVE}, {}, "`learning_rate` is missing"),
+        (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "needs a number"),
+        (
+            scheduled("WarmupLR") | {"optimizer": REMOVE},
+            {},
+            "`scheduler.params.warmup_max_lr` is missing",
+        ),
     ],
 )
 def test_conflicting_values_are_rejected(changes, arguments, words):

@@ -106,7 +106,7 @@ def test_a_gradient_that_stops_in_the_scan_is_named():
 
         return jnp.sum(streaming.scan_layers(constant, x, weights["layers"])[0])
 
-    with pytest.raises(ValueError, match=r"no gradient for .*\['layers'\].*stop_gradient"):
+    with pytest.raises(ValueError, match=r"no gradient for .*layers"):
         updates_from(jax.grad(stopped))
 
 
@@ -142,7 +142,7 @@ def test_other_uses_of_streamed_weights_raise_an_error():
             "Cast or reshape it in the scan's body",
         ),
         (lambda: streaming.stream(params, after_step), "state has send_gradients='after_step'"),
-        (lambda: tx.update(params, state, weights), "from `streaming.stream`. Pass the parameters"),
+        (lambda: tx.update(params, state, weights), "has a Streamed of"),
     ):
         with pytest.raises(ValueError, match=words):
             jax.eval_shape(call)
@@ -166,7 +166,7 @@ def test_where_accepts_only_layers():
 def test_a_device_that_streams_wrong_gradients_is_rejected(monkeypatch):
     right = streaming.layer_weights
     monkeypatch.setattr(streaming, "layer_weights", lambda layer: 2 * right(layer))
-    with pytest.raises(RuntimeError, match=r"differ by .*%.* `--stream none`"):
+    with pytest.raises(RuntimeError, match=r"differ by .*%.*`--stream none`"):
         streaming.check_device()
 
 

@@ -1,9 +1,7 @@
 """`attach`: results are bit-identical to a loop that calls `exchange`, for any form of step."""
 
-import copy
 import dataclasses
 import functools
-import pickle
 from typing import Any
 
 import jax
@@ -200,19 +198,15 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
     no_result = attach(lambda p, s: (p, 3), engine_options=KERNEL)
 
     for call, error, words in (
-        (lambda: attach(attached), TypeError, "already attached"),
         (lambda: attach(print, engine, engine_options=KERNEL), TypeError, "has its options"),
-        (lambda: attach(print, get=lambda *both: both), TypeError, "belong together"),
         (lambda: attach(PLAIN)(state, params, 0), TypeError, by_position),
         (lambda: attach(PLAIN)(tree | {"opt_state": ()}), ValueError, "contains 0 ZenFlowStates"),
         (lambda: no_result(params, state), TypeError, r"\(dict, int\) has neither"),
         (lambda: jax.jit(attach(PLAIN))(params, state, 0), TypeError, "outside jit"),
-        (lambda: copy.deepcopy(engine), TypeError, r"copied or pickled.*`engine\.state\(\)`"),
-        (lambda: pickle.dumps(attached), TypeError, "copied or pickled"),
     ):
         with pytest.raises(error, match=words):
             call()
     attached.close()
     attached.close()
-    with pytest.raises(RuntimeError, match="The attached step is closed"):
+    with pytest.raises(RuntimeError, match="This engine is closed"):
         attached(params, state, 0)

@@ -132,30 +132,6 @@ def test_transformations_after_zenflow_are_rejected(behind, options):
         train([behind], **options)
 
 
-MASK = {name: name == "bias" for name in PARAMS}
-REST = {name: name != "bias" for name in PARAMS}
-
-
-@pytest.mark.parametrize(
-    ("wrap", "warnings"),
-    [
-        # With low-precision weights, a comparison may miss these transformations.
-        (lambda tx: optax.chain(optax.chain(optax.identity(), tx), optax.scale(0.9)), 1),
-        (lambda tx: optax.chain(optax.clip(1.0), tx), 0),
-        (
-            lambda tx: optax.chain(optax.masked(tx, REST), optax.masked(optax.set_to_zero(), MASK)),
-            0,
-        ),
-    ],
-)
-def test_a_new_engine_warns_of_transformations_after_zenflow(caplog, wrap, warnings):
-    params = jax.device_put(PARAMS, jax.devices()[0])
-    state = wrap(zenflow_jax.zenflow(1e-2, **OPTIONS)).init(params)
-    zenflow_jax.HostEngine(params, state, host_kernel="numpy").close()
-    told = [r for r in caplog.records if "follow zenflow in its chain" in r.getMessage()]
-    assert len(told) == warnings
-
-
 @pytest.mark.parametrize(
     ("name", "place"),
     [

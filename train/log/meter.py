@@ -186,4 +186,5 @@ def check_finite(figures: Mapping[str, float], remedy: str) -> None:
 def causes_of_infinity(run: StepSettings) -> str:
     weights = "" if run.model is None else f"a weight in {run.model}, "
     rate = f"a learning rate that is too large (here {run.learning_rate:g})"
-    return f"Possible causes: {weights}the data, {rate}, or {run.dtype} (--dtype float32)."
+    computed = "" if run.dtype == "float32" else f", or {run.dtype} (--dtype float32)"
+    return f"Possible causes: {weights}the data, {rate}{computed}."

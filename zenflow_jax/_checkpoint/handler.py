@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import threading
-import weakref
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from etils import epath
 from orbax.checkpoint import future
 
 from zenflow_jax._checkpoint.stored import read_engine_state
-from zenflow_jax._spec.rules import check_int_or_none
 
 
 class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
@@ -30,7 +27,7 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
         self, directory: epath.PathLike, args: "EngineSave"
     ) -> list[future.Future] | None:
         """Starts writing the state of the engine in `args` to `directory`; called by orbax."""
-        folder = _local(directory)
+        folder = Path(directory)
         snapshot = args.engine.snapshot(args.copy_bytes)
 
         async def write() -> None:
@@ -56,46 +53,32 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.PathLike, args: "EngineSave") -> None:
         """Writes the state of the engine in `args` to `directory` before returning."""
-        folder = _local(directory)  # first, because a snapshot must be closed
-        args.engine.snapshot(args.copy_bytes).write(folder)
+        args.engine.snapshot(args.copy_bytes).write(Path(directory))
 
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
     ) -> dict[str, Any]:
         """Restores the state that `EngineSave` wrote to `directory`; `args` may be None."""
         del args
-        return read_engine_state(_local(directory))
-
-
-class _Checkpointable(ocp.args.CheckpointArgs):
-    """A `StatefulCheckpointable` of `orbax.checkpoint.v1`, which needs both methods."""
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        raise TypeError("Only `EngineSave(engine)` can be saved.")
-
-    async def load(self, directory: Any) -> Awaitable[None]:
-        raise TypeError("Load an engine's state with `EngineRestore()`.")
+        return read_engine_state(Path(directory))
 
 
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_save=True)
 @dataclasses.dataclass
-class EngineSave(_Checkpointable):
-    """Saves a `HostEngine`'s state without copying it, for `orbax.checkpoint` and its `v1`.
+class EngineSave(ocp.args.CheckpointArgs):
+    """Saves a `HostEngine`'s state without copying it, for `orbax.checkpoint`.
 
     It saves the same state as `engine.state()`, as of the last `exchange`; save parameters and
     optimizer state with it. Training may continue while orbax writes. An update that would
     overwrite unsaved arrays copies them first, if `copy_bytes` allows it, and otherwise waits, so a
     save delays training only if the disk takes longer than a window's steps. A checkpoint takes
-    up to 20 bytes per offloaded parameter. All processes must save to the same folder.
+    up to 20 bytes per offloaded parameter. All processes must save to the same folder,
+    on a file system.
 
     Attributes:
         engine: The engine.
         copy_bytes: Maximum number of bytes for copies. None means one byte for each of this
             process's offloaded parameters. With 20 bytes each, training never waits.
-
-    Raises:
-        TypeError: If `engine` is not a `HostEngine`.
-        ValueError: If `copy_bytes` is negative; in `save`, if the folder is not on a file system.
 
     Examples:
         >>> import jax, jax.numpy as jnp, orbax.checkpoint as ocp, tempfile, zenflow_jax
@@ -112,39 +95,17 @@ class EngineSave(_Checkpointable):
     engine: Any
     copy_bytes: int | None = None
 
-    def __post_init__(self) -> None:
-        if not hasattr(self.engine, "snapshot"):
-            raise TypeError(
-                f"`engine` is a {type(self.engine).__name__}. Pass a `HostEngine`; to save "
-                "`engine.state()` use `PyTreeSave` or `StandardSave`."
-            )
-        check_int_or_none("copy_bytes", self.copy_bytes, 0)
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        """Starts a save to `directory`; called by `orbax.checkpoint.v1`."""
-        _local(directory.path)
-        snapshot = self.engine.snapshot(self.copy_bytes)
-
-        async def write() -> None:
-            snapshot.write(_local(await directory.await_creation()))
-
-        writing = write()
-        # If orbax fails before or while it writes, the run must not wait for the snapshot.
-        weakref.finalize(writing, snapshot.close)
-        return writing
-
 
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_restore=True)
 @dataclasses.dataclass
-class EngineRestore(_Checkpointable):
+class EngineRestore(ocp.args.CheckpointArgs):
     """Restores the state that `EngineSave` saved, for `HostEngine(engine_state=...)`.
 
     The result is a tree like `engine.state()`, but large arrays stay in their files until the new
     engine reads them, on any number of devices and processes. Keep the files until then.
 
     Attributes:
-        item: The state that `orbax.checkpoint.v1` has loaded. (orbax's older
-            `CheckpointManager.restore(step, items)` passes a value, which is ignored.)
+        item: Ignored: orbax's older `CheckpointManager.restore(step, items)` passes a value.
 
     Raises:
         FileNotFoundError: In `restore`, if files are missing.
@@ -163,20 +124,3 @@ class EngineRestore(_Checkpointable):
     """
 
     item: Any = None
-
-    async def load(self, directory: Any) -> Awaitable[None]:
-        """Loads the state in `directory` into `item`; called by `orbax.checkpoint.v1`."""
-
-        async def read() -> None:
-            self.item = read_engine_state(_local(directory))
-
-        return read()
-
-
-def _local(directory: epath.PathLike) -> Path:
-    if "://" in str(directory):
-        raise ValueError(
-            f"{directory} is not on a file system. Mount it, or save `engine.state()` there with "
-            "`PyTreeSave` or `StandardSave`."
-        )
-    return Path(directory)

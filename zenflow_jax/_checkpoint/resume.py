@@ -29,7 +29,7 @@ from zenflow_jax._checkpoint.tree import (
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels, piece_of
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels
 from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
@@ -37,14 +37,6 @@ from zenflow_jax._host.state import HostState
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._version import LAYOUT_NAME
-
-
-def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
-    """Reads a part's piece of a leaf's restored array, wherever the array is."""
-    index, x = place_of(name, part, spec), tree[name]
-    piece = piece_of(x, index) if isinstance(x, jax.Array) else x[index]
-    # jax rejects an array in several processes that was not restored like the template.
-    return np.asarray(x)[index] if piece is None else piece
 
 
 class Joining:
@@ -106,8 +98,7 @@ def _check_same_run(run: RunState, step: int, token: int, params: int) -> None:
     else:
         return
     raise ValueError(
-        f"{problem}. Save and restore parameters, optimizer state and engine state together, and "
-        "do not change them in between."
+        f"{problem}. Save and restore parameters, optimizer state and engine state together."
     )
 
 
@@ -132,13 +123,15 @@ def _resume_host(
     """
 
     def saved(part: Part, *names: str) -> dict[str, np.ndarray]:
-        spec = offloaded.specs[part.leaf]
-        return {name: _piece(leaves[part.leaf], name, part, spec) for name in names}
+        leaf, spec = leaves[part.leaf], offloaded.specs[part.leaf]
+        return {name: leaf[name][place_of(name, part, spec)] for name in names}
 
     def arrays(part: Part) -> dict[str, np.ndarray]:
         sums = SUMS if run.counted[part.spec.group] else ()
         return saved(part, "master", "mu", "nu", "steps", *sums)
 
+    # Arrays from files are lazy, and stay so.
+    leaves = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, leaves)
     host.resume(map(arrays, offloaded.parts), run.counted, closed=sum(run.window_lengths))
     return [
         saved(part, "before")["before"] if part.spec.k else np.zeros((*part.spec.stack, 0), "i4")
@@ -155,12 +148,10 @@ def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
         raise UnfitRunError(
             f"This version reads {LAYOUT_NAME}, but `engine_state` has "
             f"{', '.join(map(str, written)) or 'none'}. Pass the result of `EngineRestore` or "
-            "`state()`. Continue another version's run with that version, or start a new run from "
-            "its parameters, with `tx.init(params)`."
+            "`state()`; continue another version's run with that version."
         )
-    run, old = decoded(names[LAYOUT_NAME], state)
     # Options come first, because different options also change the arrays.
-    new = options_of(state)
+    (run, old), new = decoded(names[LAYOUT_NAME], state), options_of(state)
     for name in [*new, *old]:
         if old.get(name) != new.get(name):
             raise UnfitRunError(
@@ -172,8 +163,7 @@ def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
     shapes = [jax.tree.map(lambda x: (*x.shape, x.dtype), x) for x in (leaves, expected)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            "The arrays in `engine_state` differ from those in `abstract_engine_state(opt_state)`. "
-            "Pass the whole result of `EngineRestore` or `engine.state()`."
+            "The arrays in `engine_state` differ from those in `abstract_engine_state(opt_state)`."
         )
     return run
 
@@ -202,10 +192,7 @@ def agree(problem: str | None, step: int, token: int, devices: Collection[Any]) 
     leader, first = min(by_process.items())
     for process, (_, rejected, *moment) in by_process.items():
         if rejected:
-            raise ValueError(
-                f"Process {process} rejected the run. See its error message. To resume, restore "
-                "the same checkpoint in every process."
-            )
+            raise ValueError(f"Process {process} rejected the run. See its error message.")
         if moment != first[2:]:
             raise ValueError(
                 f"Process {process} restored a state from step {moment[0]}, but process {leader} "

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._checkpoint.resume import checksum, gather
 from zenflow_jax._checkpoint.stored import write_state
@@ -27,11 +26,9 @@ from zenflow_jax._checkpoint.tree import (
     arrays_of_leaves,
     encoded,
     place_of,
-    small_sharding,
 )
-from zenflow_jax._device.memory import HOST, put_everywhere
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of
+from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
 from zenflow_jax._exchange.progress import Lifecycle, Progress
 from zenflow_jax._exchange.tokens import Tokens
 from zenflow_jax._exchange.updates import Updates
@@ -65,9 +62,7 @@ class Saver:
     ):
         self._devices = devices_of(weights)
         self.note(weights)
-        self._abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
+        self._abstract = jax.eval_shape(lambda x: x, state)  # does not keep arrays alive
         self._offloaded, self._host_kernel = offloaded, host_kernel
         self._worker, self._tokens = worker, tokens
         self._progress, self._updates, self._lifecycle = progress, updates, lifecycle
@@ -81,21 +76,6 @@ class Saver:
     def has_noted(self, weights: Sequence[jax.Array]) -> bool:
         """Returns whether `weights` are the last noted parameters."""
         return all(x is known() for x, known in zip(weights, self._weights, strict=True))
-
-    def tree(self) -> dict[str, Any]:
-        numbers = range(len(self._offloaded.parts))
-        with contextlib.closing(self._snapshot(numbers, 0)) as snapshot:
-            return snapshot.tree()
-
-    def snapshot(self, copy_bytes: int | None) -> "EngineSnapshot":
-        """Returns the state without a copy, to be written while the run continues."""
-        open_steps, parts = self._progress.open_steps, self._offloaded.parts
-        saved = [i for i, part in enumerate(parts) if part.saved]
-        # Parts whose windows close next are written first.
-        saved.sort(key=lambda i: (-open_steps[parts[i].spec.group], parts[i].spec.group))
-        snapshot = self._snapshot(saved, copy_bytes)
-        self._unsaved = [*(x for x in self._unsaved if not x.done), snapshot.unsaved]
-        return snapshot
 
     def _before_write(self, i: int) -> None:
         """Waits until no checkpoint still needs the arrays of part `i`."""
@@ -114,7 +94,8 @@ class Saver:
             return 0
         return checksum(weights, [leaf.spec for leaf in self._abstract.leaves])
 
-    def _snapshot(self, numbers: Sequence[int], copy_bytes: int | None) -> "EngineSnapshot":
+    def snapshot(self, copy_bytes: int | None) -> "EngineSnapshot":
+        """Returns the state without a copy, to be written while the run continues."""
         pending = self._updates.wait()
         run = dataclasses.replace(
             self._progress.before_next_step(),
@@ -126,29 +107,31 @@ class Saver:
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:
             copy_bytes = sum(leaf.master.size for leaf in leaves)
-        places, before, then = {}, {}, self._updates.before
-        for i in numbers:
-            part, selected = self._offloaded.parts[i], then[i]
+        parts, places, before, then = self._offloaded.parts, {}, {}, self._updates.before
+        saved = [i for i, part in enumerate(parts) if part.saved]
+        # Parts whose windows close next are written first.
+        saved.sort(key=lambda i: (-run.open_steps[parts[i].spec.group], parts[i].spec.group))
+        for i in saved:
+            part, selected = parts[i], then[i]
             spec, counted = self._offloaded.specs[part.leaf], run.counted[part.spec.group]
             names = [name for name in arrays[part.leaf] if counted or name not in SUMS]
             places[i] = {name: place_of(name, part, spec) for name in names}
             # A sum, because a live view of a device's array would block its donation.
             before[i] = (leaves[i].channels if selected is None else selected) + part.first
         adam = HostAdam(self._host_kernel, 1)
+        copy = partial(HostLeaf.copy, adam=adam)
         snapshot = EngineSnapshot(
-            offloaded=self._offloaded,
+            leaf_of=[part.leaf for part in parts],
             arrays=arrays,
             run=encoded(run, self._abstract),
             moment=f"step {run.step}, token {run.token}",
-            everywhere=small_sharding(self._abstract),
             before=before,
             adam=adam,
             places=places,
-            unsaved=Snapshot(
-                {i: leaves[i] for i in numbers}, copy_bytes, partial(HostLeaf.copy, adam=adam)
-            ),
+            unsaved=Snapshot({i: leaves[i] for i in saved}, copy_bytes, copy),
             processes=sorted({device.process_index for device in self._devices}),
         )
+        self._unsaved = [*(x for x in self._unsaved if not x.done), snapshot.unsaved]
         self._lifecycle.saves(snapshot.written)
         return snapshot
 
@@ -235,11 +218,10 @@ class Snapshot:
 class EngineSnapshot:
     """An engine's state at one moment, to be copied or written once, by any thread."""
 
-    offloaded: OffloadedLeaves
+    leaf_of: Sequence[int]  # each part's leaf
     arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # for each offloaded leaf
     run: np.ndarray  # the encoded run state, which is equal in all processes
     moment: str  # equal in all processes, and only there
-    everywhere: Any  # the sharding for `run`
     before: Mapping[int, np.ndarray]  # for each saved part, the array of that name
     adam: HostAdam  # sums mail, on the calling thread
     # For each saved part, the places of its arrays in the leaf's arrays; empty sums are left out.
@@ -255,16 +237,21 @@ class EngineSnapshot:
         self.adam.close()
 
     def tree(self) -> dict[str, Any]:
-        """Copies the state into a tree of arrays; needs all of this process's parts."""
-        leaves = dict(self.unsaved.leaves())
-        arrays = [
-            {name: self._assembled(i, name, leaves) for name in arrays}
-            for i, arrays in enumerate(self.arrays)
-        ]
-        jax.block_until_ready(arrays)  # only CPUs copy synchronously
-        run = put_everywhere(self.run, self.run.shape, self.everywhere)
-        self.written.set_result(None)
-        return {"leaves": arrays, LAYOUT_NAME: run}
+        """Copies the state into a tree of NumPy arrays, and closes the snapshot."""
+        with contextlib.closing(self):
+            if len(self.processes) > 1:
+                raise ValueError("Other processes have parts of the state. Save with `EngineSave`.")
+            leaves = [
+                {name: aligned_zeros(x.shape, x.dtype) for name, x in arrays.items()}
+                for arrays in self.arrays
+            ]
+            for i, leaf in self.unsaved.leaves():
+                for name, place in self.places[i].items():
+                    chunks = [x.reshape(-1) for _, x in self._elements(i, leaf, name)]
+                    piece = np.concatenate(chunks).reshape(_size(place))
+                    leaves[self.leaf_of[i]][name][place] = piece
+            self.written.set_result(None)
+            return {"leaves": leaves, LAYOUT_NAME: self.run}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file to an existing folder, and closes the snapshot."""
@@ -285,11 +272,11 @@ class EngineSnapshot:
             self.written.set_result(None)
 
     def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
-        return self.arrays[self.offloaded.parts[i].leaf][name]
+        return self.arrays[self.leaf_of[i]][name]
 
     def _piece(self, i: int, name: str) -> str:
         start = ",".join(str(s.start) for s in self.places[i][name])
-        return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
+        return f"leaves/{self.leaf_of[i]}/{name}@{start}"
 
     def _elements(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the elements of part `i`'s array in chunks, each with its first index."""
@@ -311,27 +298,6 @@ class EngineSnapshot:
         kept = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.kept]
         self.adam.accumulate(sums, kept, first=window.sums is None)
         return sums
-
-    def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
-        """Makes a leaf's array, in its devices' host memory; CPUs share NumPy's memory."""
-        array = self.arrays[number][name]
-        assert array.sharding is not None
-        pieces = self.offloaded.on_devices(
-            number,
-            lambda i: self._filled(i, leaves[i], name),
-            lambda x, device: jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST)),
-        )
-        return assemble(pieces, array.shape, array.sharding)
-
-    def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
-        """Makes an array for part `i`, zero where no value is saved."""
-        places = self.places[i]
-        place = places.get(name, places["master"])  # where a sum would be
-        array = aligned_zeros(_size(place), self._array(i, name).dtype)
-        if name in places:
-            for begin, elements in self._elements(i, leaf, name):
-                array.reshape(-1)[begin : begin + elements.size] = elements.reshape(-1)
-        return array
 
 
 def _size(place: Sequence[slice]) -> tuple[int, ...]:

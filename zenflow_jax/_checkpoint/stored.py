@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,7 @@ def write_state(
             _write(file, elements.reshape(-1).view(np.uint8).data, at)
             missing.discard(name)
         if missing:
-            raise RuntimeError(
-                "The save was closed before the whole state was written. Save again, and call "
-                "`wait_until_finished`."
-            )
+            raise RuntimeError("The save was closed before the whole state was written.")
         os.ftruncate(file, len(head) + end)
         os.fsync(file)
         _write(file, head, 0)
@@ -110,8 +107,7 @@ class _Tensor:
         with self.path.open("rb") as file:
             if _stamp(file.fileno()) != self.stamp:
                 raise ValueError(
-                    f"{self.path} was overwritten after the engine's state was restored. Restore "
-                    "again, and keep the files until the engine is created, which reads them."
+                    f"{self.path} was overwritten after its header was read. Restore again."
                 )
             np.copyto(out, np.memmap(file, self.dtype, "r", self.begin, self.shape)[index])
 
@@ -180,8 +176,8 @@ class StoredArray:
                 read += out[place].size
         if read != out.size and not self._zero_elsewhere:
             raise ValueError(
-                f"The engine state's files have only {read} of {out.size} elements of {self._name} "
-                f"at {index}. Use another checkpoint."
+                f"The files have only {read} of {out.size} elements of {self._name} at {index}. "
+                "Use another checkpoint."
             )
         return out
 
@@ -193,11 +189,13 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
     """Reads a saved state for `HostEngine(engine_state=...)`; large arrays are `StoredArray`s."""
     files = {path.name: _read_header(path) for path in sorted(folder.glob(file_name("*", "*")))}
     metadata = next(iter(files.values()))[0] if files else {"processes": "1"}
-    _check_files(folder, files.keys(), int(metadata["processes"]))
-    if moments := sorted({str(x.get("moment")) for x, _ in files.values() if x != metadata}):
+    processes = int(metadata["processes"])
+    expected = {file_name(i, processes) for i in range(processes)}
+    if missing := sorted(expected - files.keys()):
+        raise FileNotFoundError(f"{folder} lacks {missing[0]}. Use another checkpoint.")
+    if strange := [x for x, (y, _) in files.items() if x not in expected or y != metadata]:
         raise ValueError(
-            f"{folder} mixes files from several saves: of {metadata.get('moment')}, and of "
-            f"{' and '.join(moments)}. Use another checkpoint, or keep only the files of one save."
+            f"{folder} has files from several saves, such as {strange[0]}. Keep one save's files."
         )
     leaves: list[dict[str, Any]] = [
         {name: StoredArray(i, name, tuple(shape), np.dtype(x)) for name, (x, shape) in leaf.items()}
@@ -217,18 +215,6 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
                 inner[last] = np.empty(tensor.shape, tensor.dtype)
                 tensor.read((), inner[last])
     return tree
-
-
-def _check_files(folder: Path, names: Collection[str], processes: int) -> None:
-    expected = {file_name(i, processes) for i in range(processes)}
-    missing, extra = sorted(expected - set(names)), sorted(set(names) - expected)
-    if missing or extra:
-        problem = f"lacks {missing[0]}" if missing else f"also has {extra[0]}"
-        raise (FileNotFoundError if missing else ValueError)(
-            f"{folder} {problem}: `EngineSave` writes one file for each of {processes} processes. "
-            "Use another checkpoint, or keep only the files of one save there. If another library "
-            "saved `engine.state()`, restore with that library."
-        )
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

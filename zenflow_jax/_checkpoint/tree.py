@@ -1,9 +1,7 @@
 """An engine's state as a tree of arrays, which can be read on any number of devices and processes.
 
-Arrays are global and in host memory. Large arrays are placed like their leaf's parts, so a
-checkpoint library writes each part once, from a process that holds it. One small array, replicated
-on every device, has the rest as JSON; its name is the layout's (`_version.py`), because libraries
-that compare names then show both versions.
+The arrays are global: each has the values of all devices. One small array has the rest as JSON; its
+name is the layout's (`_version.py`), because libraries that compare names then show both versions.
 """
 
 import json
@@ -11,11 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from zenflow_jax._device.memory import HOST
-from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import RunState
@@ -26,7 +21,7 @@ from zenflow_jax._version import LAYOUT_NAME
 #: The sums of an open window's gradients and of their squares.
 SUMS = ("total", "squares")
 #: Arrays with a leaf's shape.
-WIDE = ("master", "mu", "nu", *SUMS)
+WIDE: tuple[str, ...] = ("master", "mu", "nu", *SUMS)
 # The most characters of a number in JSON.
 _NUMBER = 24
 
@@ -62,7 +57,7 @@ def abstract_engine_state(opt_state: PyTree) -> dict[str, Any]:
         opt_state: The result of `tx.init(params)`: arrays, or `ShapeDtypeStruct`s.
 
     Returns:
-        A tree of `ShapeDtypeStruct`s with shapes, dtypes, shardings and memory kinds.
+        A tree of `ShapeDtypeStruct`s with shapes and dtypes.
 
     Raises:
         ValueError: If `opt_state` does not have exactly one `ZenFlowState`.
@@ -76,13 +71,10 @@ def abstract_engine_state(opt_state: PyTree) -> dict[str, Any]:
     """
     state = find_state(opt_state)
     run = encoded(first_run_state(state), state)
-    like = jax.ShapeDtypeStruct(run.shape, run.dtype, sharding=small_sharding(state))
-    return {"leaves": arrays_of_leaves(state), LAYOUT_NAME: like}
-
-
-def small_sharding(state: ZenFlowState) -> jax.sharding.Sharding | None:
-    """Returns the run state's sharding: like the optimizer state's scalars, but in host memory."""
-    return state.step.sharding and state.step.sharding.with_memory_kind(HOST)
+    return {
+        "leaves": arrays_of_leaves(state),
+        LAYOUT_NAME: jax.ShapeDtypeStruct(run.shape, run.dtype),
+    }
 
 
 def first_run_state(state: ZenFlowState) -> RunState:
@@ -123,31 +115,14 @@ def decoded(array: Any, state: ZenFlowState) -> tuple[RunState, dict[str, Any]]:
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """Returns the saved arrays for each offloaded leaf."""
-    leaves = zip(state.leaves, state.mail, strict=True)
-    return [_arrays_of(leaf.spec, mail) for leaf, mail in leaves if not leaf.spec.resident]
-
-
-def _arrays_of(spec: LeafSpec, mail: Any) -> dict[str, Any]:
-    """Returns a leaf's saved arrays, placed like its mail; an abstract leaf may lack a sharding."""
-    sharding = mail.sharding
-    wide = each = None
-    if isinstance(sharding, NamedSharding):
-        shard, mesh = Shard(spec), sharding.mesh
-        wide = NamedSharding(mesh, shard.at_host(), memory_kind=HOST)
-        each = NamedSharding(mesh, shard.at_channels(), memory_kind=HOST)
-    elif sharding is not None:
-        (device,) = sharding.device_set
-        wide = each = SingleDeviceSharding(device, memory_kind=HOST)
-
-    def counts(n: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*spec.stack, n), np.int32, sharding=each)
-
-    shape = spec.on_host.shape
-    arrays = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=wide) for name in WIDE}
-    arrays["steps"] = counts(spec.n)
-    if spec.k:  # orbax cannot write empty arrays
-        # The channels that were selected while the pending update's window was open.
-        arrays["before"] = counts(spec.k)
+    arrays: list[dict[str, jax.ShapeDtypeStruct]] = []
+    for spec in (leaf.spec for leaf in state.leaves if not leaf.spec.resident):
+        leaf = dict.fromkeys(WIDE, jax.ShapeDtypeStruct(spec.on_host.shape, np.float32))
+        leaf["steps"] = jax.ShapeDtypeStruct((*spec.stack, spec.n), np.int32)
+        if spec.k:  # orbax cannot write empty arrays
+            # The channels that were selected while the pending update's window was open.
+            leaf["before"] = jax.ShapeDtypeStruct((*spec.stack, spec.k), np.int32)
+        arrays.append(leaf)
     return arrays
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from zenflow_jax._device.channels import (
@@ -31,9 +32,6 @@ from zenflow_jax._device.shards import (
     REPLICATED,
     Shard,
     each_leaf,
-    join,
-    row,
-    split,
 )
 from zenflow_jax._device.state import LeafState, ZenFlowState, cut, cut_state, put, put_state
 from zenflow_jax._device.statistics import kept_share
@@ -123,7 +121,7 @@ def merge(
         return jnp.where(selected, weight, new)
 
     uploads = {True: iter(donated), False: iter(kept)}
-    widths = channel_widths(specs)
+    ends = np.cumsum(channel_widths(specs))[:-1]
     new = each_leaf(
         merge_leaf,
         specs,
@@ -131,8 +129,8 @@ def merge(
         BLOCK,
         map(cut, weights, specs),
         (next(uploads[_becomes_weight(spec)]) for spec in specs),
-        split(during, widths),
-        split(after, widths),
+        jnp.split(during, ends, axis=1),
+        jnp.split(after, ends, axis=1),
         mail,
         lengths,
     )
@@ -143,13 +141,14 @@ def merge(
 def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
     """Returns each device's selected channel numbers, for leaves or ranges."""
     rows = each_leaf(
-        lambda shard, x: row(shard.to_local(x)),
+        lambda shard, x: shard.to_local(x).reshape(1, -1),
         specs,
         [CHANNELS],
         EACH_DEVICE,
         channels,
     )
-    return join(list(rows))
+    # Joined, because separate arrays would cost as much as the update.
+    return jnp.concatenate(list(rows), axis=1)
 
 
 def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:

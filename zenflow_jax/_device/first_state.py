@@ -4,8 +4,9 @@ If the first and second states' shardings differ even in spelling, jit compiles 
 on a mesh, the first state is also made by jit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,34 +31,44 @@ def first_state(params: PyTree, specs: tuple[LeafSpec, ...], static: Static) -> 
     traced = any(isinstance(x, Tracer) for x in leaves)
     if not traced and all(isinstance(x, jax.Array) for x in leaves):
         check_placement(leaves, specs)
-    build = partial(_build, specs=specs, static=static)
+    make = partial(_make, specs=specs, static=static)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         # Shapes have no values for masters, so the result also consists of shapes.
-        return with_shardings(jax.eval_shape(build, leaves), leaves)
+        return with_shardings(jax.eval_shape(make, leaves), leaves)
     weights = [jnp.asarray(p) for p in leaves]
     if not specs and not isinstance(params, Mapping | list | tuple | None):
         # `optax.tree_map_params` passes a placeholder, neither arrays nor an empty container, and
         # expects it in place of per-leaf states.
-        return build(weights)._replace(leaves=params, mail=params)
-    like = next(iter(weights), None)
+        return make(weights)._replace(leaves=params, mail=params)
     if traced or all(spec.placement is None for spec in specs):
-        return commit(build(weights), like)
-    # `keep_unused`, here and below: unread parameters still determine the devices.
-    state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
-    # Mail is made separately, a leaf at a time, because the device has no room for all of it.
+        return commit(make(weights), next(iter(weights), None))
+    # Unread parameters still determine the devices.
+    return make(weights, jit=partial(jax.jit, keep_unused=True))
+
+
+def _make(
+    weights: list[jax.Array],
+    *,
+    specs: tuple[LeafSpec, ...],
+    static: Static,
+    jit: Callable[..., Any] = lambda f, **_: f,
+) -> ZenFlowState:
     rank, sending = mail_rank(specs), static.send_gradients
-    first_mail = jax.jit(_first_mail, static_argnums=(1, 2, 3), keep_unused=True)
-    each = tuple(
+    state = jit(partial(_build, specs=specs, static=static))(weights)
+    # Mail is made separately, a leaf at a time, because the device has no room for all of it.
+    first_mail = jit(_first_mail, static_argnums=(1, 2, 3))
+    mail = tuple(
         None if spec.resident else first_mail(p, spec.anonymous, sending, rank)
         for p, spec in zip(weights, specs, strict=True)
     )
-    scalars = jax.jit(partial(_first_scalars, specs=specs, static=static), keep_unused=True)
-    return state._replace(mail=each, step_scalars=scalars(weights))
+    scalars = jit(partial(_first_scalars, specs=specs, static=static))(weights)
+    return state._replace(mail=mail, step_scalars=scalars)
 
 
 def _build(
-    weights: list[jax.Array], *, specs: tuple[LeafSpec, ...], static: Static, mail: bool = True
+    weights: list[jax.Array], *, specs: tuple[LeafSpec, ...], static: Static
 ) -> ZenFlowState:
+    """Makes the state without mail."""
     leaves = []
     for p, spec in zip(weights, specs, strict=True):
         make = on_each_device(partial(_first_leaf, spec=spec), spec, [BLOCK], places_of(spec))
@@ -66,23 +77,15 @@ def _build(
     # an engine recognizes another run's state. The number is computed from a few leaves.
     few = slice(None, None, len(weights) // 8 + 1)
     bits = sum(fingerprints(weights[few], specs[few]), start=jnp.zeros((), jnp.uint32))
-    each, step_scalars = None, None
-    if mail:
-        rank, sending = mail_rank(specs), static.send_gradients
-        each = tuple(
-            None if spec.resident else _first_mail(p, spec, sending, rank)
-            for p, spec in zip(weights, specs, strict=True)
-        )
-        step_scalars = _first_scalars(weights, specs, static)
     return ZenFlowState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         grad_norm=jnp.zeros((), jnp.float32),
         leaves=LeafStates(tuple(leaves), static),
-        mail=each,  # pyright: ignore[reportArgumentType] - the caller replaces None
+        mail=(),
         token=(bits & 0x3FFFFFFF).astype(jnp.int32),
-        step_scalars=step_scalars,  # pyright: ignore[reportArgumentType]
+        step_scalars=StepScalars(None, None),
         layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
     )
 

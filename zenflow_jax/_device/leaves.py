@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,11 +78,10 @@ class Matcher:
         names = [spec.name for spec in self._specs]
         missing = [name for name in names if name not in by_name]
         if missing:
-            unknown = sorted(by_name.keys() - set(names))
             raise ValueError(
                 f"`params` lacks {first_names(missing)}, which the state was made for, among its "
-                f"{len(paths)} leaves (others are {first_names(unknown) or 'none'}). Pass the tree "
-                "that `tx.init` got: `nnx.state(model)` for nnx, and without `optax.flatten`."
+                f"{len(paths)} leaves. Pass the tree that `tx.init` got: `nnx.state(model)` for "
+                "nnx, and without `optax.flatten`."
             )
         return [by_name[name] for name in names]
 
@@ -104,36 +102,29 @@ def match_leaves(params: PyTree, state: ZenFlowState) -> CallerTree:
 
 def check_update(updates: PyTree, params: PyTree, state: object) -> list[Any]:
     """Returns the parameters' leaves; rejects trees that do not match the state."""
-    if not isinstance(state, ZenFlowState):
+    if params is None or not isinstance(state, ZenFlowState):
         raise ValueError(
-            f"The state is a {type(state).__name__}. Pass the ZenFlowState that `tx.init(params)` "
-            "returned."
-        )
-    if params is None:
-        raise ValueError(
-            "`params` is None. Pass the parameters: `tx.update(gradients, opt_state, params)`."
+            f"The state is a {type(state).__name__}, `params` a {type(params).__name__}. Call "
+            "`tx.update(gradients, opt_state, params)` with the ZenFlowState of `tx.init(params)`."
         )
     specs = [leaf.spec for leaf in state.leaves]
     for argument, tree in (("gradients", updates), ("params", params)):
         leaves = jax.tree.leaves_with_path(tree, is_leaf=is_streamed)
-        if len(leaves) != len(specs):
+        names = [plain_name(path) for path, _ in leaves]
+        if names != [spec.name for spec in specs]:
             raise ValueError(
-                f"`{argument}` has {len(leaves)} leaves. Pass the {len(specs)} leaves that `init` "
-                "got."
+                f"`{argument}` has {len(leaves)} leaves: {first_names(names)}. Pass the "
+                f"{len(specs)} leaves that `init` got: {first_names([x.name for x in specs])}."
             )
-        for (path, x), spec in zip(leaves, specs, strict=True):
-            name, shape, is_real = plain_name(path), x.shape, jnp.issubdtype(x.dtype, jnp.floating)
-            fits = x.dtype == spec.dtype if argument == "params" else is_real
-            if (name, shape) != (spec.name, spec.shape) or not fits:
-                dtype = spec.dtype.name if argument == "params" else "real floating point"
+        for (_, x), spec in zip(leaves, specs, strict=True):
+            if argument == "params":
+                fits = x.dtype == spec.dtype and not is_streamed(x)
+            else:
+                fits = jnp.issubdtype(x.dtype, jnp.floating)
+            if x.shape != spec.shape or not fits:
                 raise ValueError(
-                    f"`{argument}` has {x.dtype} {shape} at {name}. Pass {dtype} {spec.shape} at "
-                    f"{spec.name}, like the leaf that `init` got."
-                )
-            if is_streamed(x) and argument == "params":
-                raise ValueError(
-                    f"`params` contains {name} from `streaming.stream`. Pass the parameters "
-                    "themselves."
+                    f"`{argument}` has a {type(x).__name__} of {x.dtype} {x.shape} at {spec.name}. "
+                    f"`init` got {spec.dtype.name} {spec.shape}."
                 )
     return jax.tree.leaves(params)
 
@@ -146,23 +137,6 @@ def check_outside_of_shard_map(
     if axes:
         raise ValueError(
             f"`{name}` is called inside `jax.shard_map` or `jax.pmap` over "
-            f"{', '.join(map(repr, axes))}: {remedy}. Replace `pmap` with `jit` {LOOPS}."
-        )
-
-
-LOOPS = '(docs/usage.md, "Loops that need a change")'
-# Where jax traces loops and branches, and optax's `MultiSteps`, whose branch withholds an update.
-# jax does not tell a function that it is in a loop (checked: jax 0.10.2 to 0.12.0, optax 0.2.8).
-_LOOP, _BRANCHES = "control_flow/loops.py", ("control_flow/conditionals.py", "_accumulation.py")
-
-
-def check_outside_of_loops() -> None:
-    """Rejects a step in a loop under jit, unless a branch in the loop may withhold it."""
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-    around = next((x for x in files if x.endswith((_LOOP, *_BRANCHES))), "")
-    if around.endswith(_LOOP):
-        raise ValueError(
-            "`tx.update` is called inside `lax.scan` or another loop of jax, but the host must act "
-            "between two steps: from the third on, the loss would be NaN. Jit one step, and call "
-            f"it and `exchange` in a Python loop {LOOPS}."
+            f"{', '.join(map(repr, axes))}: {remedy}. Replace `pmap` with `jit` (docs/usage.md, "
+            '"Loops that need a change").'
         )

@@ -134,11 +134,10 @@ def nbytes(tree: PyTree) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def zeros_like(x: jax.Array, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
-    """Makes zeros placed like `x`, or by `sharding`; `x` may have been donated."""
-    sharding = sharding or x.sharding
-    piece = np.zeros(sharding.shard_shape(x.shape), x.dtype)
-    return put_everywhere(piece, x.shape, sharding)
+def zeros_like(x: jax.Array) -> jax.Array:
+    """Makes zeros placed like `x`, which may have been donated."""
+    piece = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
+    return put_everywhere(piece, x.shape, x.sharding)
 
 
 def put_everywhere(

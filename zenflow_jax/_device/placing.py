@@ -10,10 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from zenflow_jax._device.leaves import first_names, match_leaves
@@ -27,19 +25,20 @@ from zenflow_jax._device.state import (
     replace_state,
 )
 from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
-from zenflow_jax._spec.mesh import ArrayOrShape, HasShape, explicit_axes, placement_of
+from zenflow_jax._spec.mesh import (
+    ArrayOrShape,
+    HasShape,
+    MeshAxes,
+    Placement,
+    explicit_axes,
+    placement_of,
+)
 
 
-def check_placement(
-    weights: Sequence[Any], specs: Sequence[LeafSpec], *, abstract: bool = False
-) -> None:
-    """Rejects a parameter that is not where `init` saw it: on one device, or on a mesh.
-
-    With `abstract`, `weights` are shapes with shardings. Then a mesh with one device counts as a
-    mesh, because on such a mesh, states made under jit and outside jit have different treedefs.
-    """
+def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
+    """Rejects a parameter that is not where `init` saw it: on one device, or on a mesh."""
     for weight, spec in zip(weights, specs, strict=True):
-        if not abstract and (not isinstance(weight, jax.Array) or isinstance(weight, Tracer)):
+        if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
             raise TypeError(
                 f"{spec.name} in `params` is {type(weight).__name__}, not a jax array. Use "
                 "`jax.device_put`, outside jit."
@@ -47,38 +46,27 @@ def check_placement(
         check_memory(spec.name, weight)
         if 0 in spec.shape:
             continue  # an empty leaf has no placement
-        placed, expected = placement_of(weight), spec.placement
-        if placed is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
+        where, expected = placement_of(weight), _cuts(spec.placement)
+        if where is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
             raise ValueError(
                 f"{spec.name} has the sharding {weight.sharding}. Put it on one device, or use a "
                 "NamedSharding."
             )
-        if expected is None and placed is not None and (abstract or placed.mesh.size > 1):
+        if _cuts(where) != expected:
+            was = "on one device" if expected is None else f"divided by {expected[1]} of a mesh"
             raise ValueError(
-                f"{spec.name} has the sharding {weight.sharding}, but its state was made for one "
-                "device. Call `tx.init` outside jit, or pass `param_shardings`."
-            )
-        if (
-            expected is not None
-            and (expected.mesh.size > 1 or placed is not None)
-            and (
-                placed is None
-                or placed.mesh.shape_tuple != expected.mesh.shape_tuple
-                or placed.cuts != expected.cuts
-            )
-        ):
-            raise ValueError(
-                f"{spec.name} has the sharding {weight.sharding}, but in `tx.init` it was divided "
-                f"by the mesh axes {expected.block} of {dict(expected.mesh.shape)}. Keep that "
-                "sharding, for example with `jax.jit(step, out_shardings=...)`."
+                f"{spec.name} has the sharding {weight.sharding}, but was {was} in `tx.init`. Keep "
+                "its sharding, for example with `jax.jit(step, out_shardings=...)`; call `tx.init` "
+                "outside jit, or pass `param_shardings`."
             )
     devices = {frozenset(weight.sharding.device_set) for weight in weights}
     if len(devices) > 1:
         names = sorted(sorted(map(str, group)) for group in devices)
-        raise ValueError(
-            f"Leaves are on different devices: {names[0]} and {names[1]}. Put them all on the same "
-            "devices."
-        )
+        raise ValueError(f"Leaves are on different devices: {names[0]} and {names[1]}.")
+
+
+def _cuts(place: Placement | None) -> tuple[Any, MeshAxes] | None:
+    return None if place is None or place.mesh.size == 1 else (place.mesh.shape_tuple, place.cuts)
 
 
 def with_shardings(state: ZenFlowState, leaves: Sequence[ArrayOrShape]) -> ZenFlowState:
@@ -123,7 +111,7 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[ArrayOrShape]) -> ZenFl
     )
 
 
-def _is_at(x: jax.Array, where: jax.sharding.Sharding, *, typed: bool) -> bool:
+def _is_at(x: jax.Array, where: jax.sharding.Sharding, *, typed: bool = False) -> bool:
     """Returns whether a program accepts `x` instead of an array with the sharding `where`.
 
     `typed` includes the type of arrays in host memory: a checkpoint library that assembles them
@@ -137,9 +125,7 @@ def _is_at(x: jax.Array, where: jax.sharding.Sharding, *, typed: bool) -> bool:
     return same or not x.size
 
 
-def check_in_place(
-    state: ZenFlowState, weights: Sequence[jax.Array], *, typed: bool = False
-) -> None:
+def check_in_place(state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
     """Rejects a state with arrays that are not where `tx.init` puts them.
 
     On a mesh, each device would mistake its piece of an array for other channels. Mail in device
@@ -150,17 +136,16 @@ def check_in_place(
     misplaced = [
         path
         for (path, x), like in zip(paths, expected, strict=True)
-        if not _is_at(x, like.sharding, typed=typed)
+        if not _is_at(x, like.sharding)
     ]
     if misplaced:
         numbers = {path[1].idx for path in misplaced if path[0].name in ("leaves", "mail")}
         names = [state.leaves[i].spec.name for i in sorted(numbers)]
         names = names or [jax.tree_util.keystr(path) for path in misplaced]
         raise ValueError(
-            f"The state of {first_names(names)} is not where `tx.init(params)` puts it: mail in "
-            "host memory, all else on the parameters' device or mesh. Before the first step, call "
-            "`zenflow_jax.place(params, opt_state)`, and pass the result's shardings to jit "
-            '(docs/usage.md, "A state in another place").'
+            f"The state of {first_names(names)} is not where `tx.init(params)` puts it. Before the "
+            "first step, call `zenflow_jax.place(params, opt_state)`, and pass the result's "
+            'shardings to jit (docs/usage.md, "A state in another place").'
         )
 
 
@@ -172,9 +157,8 @@ def check_arrays(state: PyTree, kinds: type | tuple[type, ...] = jax.Array) -> N
         names = first_names([jax.tree_util.keystr(path) for path, _ in wrong])
         raise TypeError(
             f"The optimizer state contains a {type(wrong[0][1]).__name__} instead of a jax array "
-            f"at {names}. Pass the state that `tx.init` or the step returned, outside jit; for "
-            "flax nnx, call `exchange_nnx` or `flush_nnx`. `zenflow_jax.place(params, opt_state)` "
-            "puts restored NumPy arrays on the devices."
+            f"at {names}. Pass the step's state outside jit, for flax nnx to `exchange_nnx`; "
+            "`zenflow_jax.place(params, opt_state)` puts restored NumPy arrays on the devices."
         )
 
 
@@ -221,63 +205,8 @@ def place(params: PyTree, opt_state: PyTree) -> Any:
     return replace_state(opt_state, jax.tree.map(put, state, expected))
 
 
-def state_shardings(
-    tx: optax.GradientTransformation, param_shapes: PyTree, param_shardings: PyTree
-) -> Any:
-    """Returns the shardings, with memory kinds, of the state that `tx.init` makes.
-
-    Pass them to jit (`out_shardings` of the function that makes the state, `in_shardings` and
-    `out_shardings` of the step), or to a checkpoint library for restored arrays.
-
-    Args:
-        tx: A transformation that contains `zenflow`. On a mesh, `zenflow` needs `param_shardings`.
-        param_shapes: The parameters, or their shapes from `jax.eval_shape`.
-        param_shardings: Tree of shardings like the parameters, or a prefix of it.
-
-    Returns:
-        A tree of shardings like the state. In other transformations, an array with a parameter's
-        path and shape has that parameter's sharding; all other arrays are replicated.
-
-    Raises:
-        ValueError: If `zenflow` does not know the mesh.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp, zenflow_jax
-        >>> params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
-        >>> on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        >>> tx = zenflow_jax.zenflow(1e-2)
-        >>> shardings = zenflow_jax.state_shardings(tx, params, on_device)
-        >>> shardings.mail[0].memory_kind
-        'pinned_host'
-    """
-    params = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        param_shapes,
-        jax.tree.broadcast(param_shardings, param_shapes),
-    )
-    opt_state = jax.eval_shape(tx.init, params)
-    state = find_state(opt_state)
-    weights = weights_in_place(params, state, abstract=True)
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    everywhere = paths[0][1].sharding
-    if isinstance(everywhere, NamedSharding):
-        everywhere = NamedSharding(everywhere.mesh, REPLICATED)
-
-    longest_first = sorted(paths, key=lambda pair: -len(pair[0]))
-
-    def sharding_of(path: KeyPath, x: ArrayOrShape) -> Sharding | None:
-        for param_path, param in longest_first:
-            if x.shape == param.shape and path[len(path) - len(param_path) :] == param_path:
-                return param.sharding
-        return everywhere
-
-    shardings = jax.tree_util.tree_map_with_path(sharding_of, opt_state)
-    placed = jax.tree.map(lambda x: x.sharding, with_shardings(state, weights))
-    return replace_state(shardings, placed)
-
-
-def weights_in_place(params: PyTree, state: ZenFlowState, *, abstract: bool = False) -> list[Any]:
+def weights_in_place(params: PyTree, state: ZenFlowState) -> list[Any]:
     """Returns the parameters of the state's leaves, after checking their placement."""
     weights = match_leaves(params, state).weights
-    check_placement(weights, [leaf.spec for leaf in state.leaves], abstract=abstract)
+    check_placement(weights, [leaf.spec for leaf in state.leaves])
     return weights

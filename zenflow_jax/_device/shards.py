@@ -227,19 +227,6 @@ def placed_gradient(g: jax.Array, spec: LeafSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(g, target)
 
 
-def row(x: jax.Array) -> jax.Array:
-    return x.reshape(1, -1)
-
-
-def join(rows: Sequence[jax.Array]) -> jax.Array:
-    """Joins rows of several leaves, because separate arrays would cost as much as the update."""
-    return jnp.concatenate(rows, axis=1)
-
-
-def split(joined: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-    return jnp.split(joined, np.cumsum(widths)[:-1], axis=1)
-
-
 def _cut(spec: LeafSpec, axes: MeshAxes) -> LeafSpec:
     place = spec.placement
     assert place is not None

@@ -5,13 +5,11 @@ classes. Checkpoint libraries and trainers that traverse the state find only arr
 """
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.tree_util import SequenceKey
 from jaxtyping import Array, Float, Float32, Int32, PyTree
 
@@ -229,64 +227,12 @@ def find_state(opt_state: PyTree) -> ZenFlowState:
     """
     states = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
     if len(states) != 1:
-        kind, remedy = type(opt_state), "For an `nnx.Optimizer`, pass its `opt_state`"
-        if is_nnx_state(opt_state):
-            remedy = (
-                "An `nnx.State` contains only arrays: combine it with its graphdef (`nnx.merge`), "
-                "and pass model and optimizer to `engine.exchange_nnx`"
-            )
-        elif states:
-            remedy = (
-                "Use one `zenflow` for all leaves: `lr_scale`, `mask`, `resident` and "
-                "`channel_axis` may be functions"
-            )
         raise ValueError(
-            f"The optimizer state, a {kind.__name__}, contains {len(states)} ZenFlowStates, not "
-            f"one. {remedy}."
+            f"The optimizer state, a {type(opt_state).__name__}, contains {len(states)} "
+            "ZenFlowStates, not one. Use one `zenflow` for all leaves; for flax nnx, pass an "
+            "optimizer's `opt_state`, or call `exchange_nnx`."
         )
     return states[0]
-
-
-@functools.cache
-def register_flax_serialization() -> None:
-    """Makes `flax.serialization` keep the static data, and compare arrays' shapes."""
-    # Not at import, because importing flax takes as long as importing this whole library.
-    from flax import serialization
-
-    def read_leaves(target: LeafStates, saved: PyTree) -> LeafStates:
-        leaves: Any = serialization.from_state_dict(target.leaves, saved)
-        return target.replace(leaves)
-
-    def read_leaf(leaf: LeafState, saved: PyTree) -> LeafState:
-        arrays = _arrays(leaf).items()
-        new = leaf.replace(**{x: serialization.from_state_dict(y, saved[x]) for x, y in arrays})
-        if (shapes := _shapes(new)) != (expected := _shapes(leaf)):
-            raise ValueError(
-                f"The saved state of {leaf.spec.name} has the shapes {shapes}, but the target has "
-                f"the shapes {expected}. Restore into `tx.init(params)` with the saved run's "
-                "options."
-            )
-        return new
-
-    def write_leaf(leaf: LeafState) -> dict[str, Any]:
-        return {name: serialization.to_state_dict(x) for name, x in _arrays(leaf).items()}
-
-    register = serialization.register_serialization_state
-    register(LeafStates, lambda x: serialization.to_state_dict(x.leaves), read_leaves)
-    register(LeafState, write_leaf, read_leaf)
-
-
-def _arrays(leaf: LeafState) -> dict[str, Any]:
-    return {name: getattr(leaf, name) for name in _ARRAYS}
-
-
-def _shapes(leaf: LeafState) -> dict[str, Any]:
-    return {name: None if x is None else np.shape(x) for name, x in _arrays(leaf).items()}
-
-
-def is_nnx_state(tree: PyTree) -> bool:
-    """Returns whether `tree` is an `nnx.State`, without importing flax."""
-    return isinstance(tree, Mapping) and type(tree).__module__.startswith("flax.nnx")
 
 
 def has_state(tree: PyTree) -> bool:

@@ -81,9 +81,8 @@ class Streamed:
     def __jax_array__(self) -> Any:
         """Rejects conversion to an array, which all jax functions try."""
         raise TypeError(
-            f"Only `streaming.scan_layers` can read the {self.dtype} {self.shape} that "
-            "`streaming.stream` returned. Move operations on it into the scan's body; for a "
-            "model's own scans, differentiate `streaming.stream_scans(loss_fn)`."
+            f"Only `streaming.scan_layers`, or a scan in `streaming.stream_scans(loss_fn)`, can "
+            f"read the {self.dtype} {self.shape} of `streaming.stream`."
         )
 
     def __getitem__(self, _: object) -> Any:
@@ -133,9 +132,8 @@ def check_layers_whole(spec: LeafSpec, weights: PyTree) -> None:
     if explicit or divided:
         how = "has Explicit mesh axes" if explicit else f"has its layers divided over {divided}"
         raise ValueError(
-            f"{spec.name} {how}. Streamed layers must be whole along their first axis, on Auto "
-            "mesh axes. If that axis does not count layers, leave the leaf out with "
-            "`streaming.stream(where=...)`."
+            f"{spec.name} {how}. Streamed layers must be whole, on Auto mesh axes. Leave the leaf "
+            "out with `streaming.stream(where=...)`."
         )
 
 
@@ -155,9 +153,8 @@ def layer_weights(layer: Streamed) -> jax.Array:
     spec, weights = layer.sending.spec, layer.weights
     if (weights.shape, weights.dtype, layer.channels.dtype) != (spec.shape, spec.dtype, np.float32):
         raise ValueError(
-            f"A streamed layer is {weights.dtype} {weights.shape}, but `streaming.stream` returned "
-            f"{spec.dtype} {spec.shape}. Cast or reshape it in the scan's body, not before the "
-            "scan."
+            f"A streamed layer is {weights.dtype} {weights.shape}, not {spec.dtype} {spec.shape}. "
+            "Cast or reshape it in the scan's body, not before the scan."
         )
     return _passed(layer.sending, weights, layer.channels, layer.probes)
 
@@ -227,9 +224,8 @@ def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
     # Zeros in place of a gradient that jax did not compute are in device memory.
     if jax.typeof(g.probes.mail).memory_space != jax.memory.Space.Host:
         raise ValueError(
-            f"The loss has no gradient for the streamed layers {leaf.spec.name}: "
-            "`lax.stop_gradient` in the scan's body hides them, or no result depends on them. "
-            "Remove it, or leave this leaf out with `streaming.stream(where=...)`."
+            f"The loss has no gradient for the streamed layers {leaf.spec.name}. Leave this leaf "
+            "out with `streaming.stream(where=...)`."
         )
     norms, channels = g.probes.norms, leaf.channels
     assert channels is not None

@@ -5,17 +5,14 @@ same objects every time.
 """
 
 import logging
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-import optax
 from jaxtyping import PyTree
 
-from zenflow_jax._device.leaves import LOOPS, CallerTree, Matcher
+from zenflow_jax._device.leaves import CallerTree, Matcher
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import (
     check_arrays,
@@ -23,9 +20,8 @@ from zenflow_jax._device.placing import (
     check_placement,
     weights_in_place,
 )
-from zenflow_jax._device.state import ZenFlowState, find_state, has_state
+from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._spec.leaf import as_pure
-from zenflow_jax._spec.rules import SendGradients
 
 _logger = logging.getLogger("zenflow_jax")
 
@@ -34,82 +30,16 @@ def checked(params: PyTree, opt_state: PyTree, fresh: bool) -> tuple[ZenFlowStat
     """Returns the state and each leaf's parameter. A `fresh` state must come from `tx.init`."""
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
-    wrapped = state.offloads and _is_wrapped(opt_state, state)
-    if state.offloads:
-        _warn_about_later_transformations(opt_state)
     check_arrays(state)
-    _check_one_run(state)
-    if fresh and state.offloads:
-        _check_fresh(state)
+    if fresh and state.offloads and (step := int(read(state.step))):
+        raise ValueError(
+            f"The state is from step {step}, but a new engine lacks its moments. Pass the "
+            "`engine_state` that was saved with it, or start with `tx.init(params)`."
+        )
     weights = weights_in_place(params, state)
     if state.offloads:
-        check_in_place(state, weights, typed=wrapped)
+        check_in_place(state, weights)
     return state, weights
-
-
-def _check_one_run(state: ZenFlowState) -> None:
-    """Rejects the stacked states that `jax.vmap(tx.init)` and `jax.pmap` make."""
-    shape = np.shape(state.step)
-    if shape:
-        raise ValueError(
-            f"The state has {math.prod(shape)} copies of each array, from `pmap`, `replicate` or "
-            f"`vmap`. Use `jit` instead of `pmap` {LOOPS}; for several runs, make several states."
-        )
-
-
-def _check_fresh(state: ZenFlowState) -> None:
-    step = int(read(state.step))
-    if step:
-        raise ValueError(
-            f"The state is from step {step}, but a new engine lacks the deferred channels' "
-            "moments. Pass the `engine_state` that was saved with this state, or start from the "
-            "parameters alone, with `tx.init(params)`."
-        )
-
-
-def _is_wrapped(opt_state: PyTree, state: ZenFlowState) -> bool:
-    """Returns whether a branch may withhold an update; rejects branches jax could not trace."""
-    around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
-    if around and state.send_gradients == SendGradients.AFTER_STEP:
-        wrapper = type(around[0]).__name__.removesuffix("State")
-        raise ValueError(
-            f'`optax.{wrapper}` does not work with send_gradients="after_step", whose mail differs '
-            "in shape from a step's input. Omit one of the two (docs/gradients.md, "
-            '"Wrappers with a branch").'
-        )
-    return bool(around)
-
-
-def _warn_about_later_transformations(opt_state: PyTree) -> None:
-    """Warns about transformations after zenflow, whose effect rounding may hide.
-
-    A mask after zenflow's own mask may contain all other leaves.
-    """
-    chains = jax.tree.leaves(opt_state, is_leaf=lambda x: type(x) is tuple)
-    for chain in (x for x in chains if has_state(x) and type(x) is tuple):
-        place = [has_state(x) for x in chain].index(True)
-        mask_types = optax.MaskedState if isinstance(chain[place], optax.MaskedState) else ()
-        later = [x for x in chain[place + 1 :] if not isinstance(x, mask_types)]
-        if later:
-            _logger.warning(
-                "Other transformations follow zenflow in its chain, and do not act on the host's "
-                'updates. Put zenflow last (docs/usage.md, "Changes that an engine rejects").'
-            )
-        _warn_about_later_transformations(chain[place])
-
-
-def accumulations(opt_state: PyTree) -> list[optax.MultiStepsState]:
-    """Returns the `optax.MultiSteps` states around zenflow's state, the outermost first."""
-    states, rest = [], opt_state
-    while inner := [x for x in _states(rest, (optax.MultiStepsState,)) if has_state(x)]:
-        states.append(inner[0])
-        rest = inner[0].inner_opt_state
-    return states
-
-
-def _states(tree: PyTree, kinds: tuple[type, ...]) -> list[Any]:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return [x for x in nodes if isinstance(x, kinds)]
 
 
 class StateChecker:
@@ -128,10 +58,7 @@ class StateChecker:
         """Returns the state in `opt_state`."""
         state = find_state(opt_state)
         if [x.spec for x in state.leaves] != self._specs or state.schedule != self._schedule:
-            raise ValueError(
-                "The state's leaves or settings differ from this engine's run. Make an engine for "
-                "each run."
-            )
+            raise ValueError("The state's leaves or settings differ from this engine's run.")
         check_arrays([state.token])  # checking all arrays would be slow
         return state
 

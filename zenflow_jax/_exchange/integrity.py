@@ -79,9 +79,8 @@ class Integrity:
             if changed:
                 self._error = (
                     f"Something other than zenflow changed {first_names(changed)} in or after step "
-                    f"{step}, and this engine does not accept further steps. Pass each step the "
-                    "parameters that the last `exchange` or `flush` returned. Put zenflow last in "
-                    'its chain (docs/usage.md, "Changes that an engine rejects").'
+                    f"{step}. Pass each step the last result of `exchange` or `flush`. Put zenflow "
+                    'last in its chain (docs/usage.md, "Changes that an engine rejects").'
                 )
         if self._error:
             raise RuntimeError(self._error)

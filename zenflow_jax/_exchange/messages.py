@@ -46,22 +46,19 @@ class Mail(_Message):
         if token == MISUSED:
             raise RuntimeError(
                 f"The gradients of streamed layers at step {step} are not those of `jax.grad`, so "
-                "the parameters are now NaN: some code changed them, used a layer twice or never, "
-                "or read the weights outside the scan. Fix the model (docs/gradients.md, "
+                "the parameters are now NaN. Use each layer once, in the scan (docs/gradients.md, "
                 '"Scanned layers"), and resume from a checkpoint.'
             )
         if step == 0:  # scalars that no step wrote
             raise RuntimeError(
                 f"The state has no mail from step {self.step}: `tx.update` did not run, or a "
-                "wrapper or a loss scale kept the old state. Call `exchange` only after an update, "
-                "and always keep the new state: zenflow skips steps that are not finite "
-                '(docs/usage.md, "Changes that an engine rejects").'
+                "wrapper kept the old state. Call `exchange` only after an update, and keep its "
+                'state (docs/usage.md, "Changes that an engine rejects").'
             )
         if (step, token) != (self.step, self.token):
             raise RuntimeError(
-                f"The mail is from step {step} of a state that this engine did not return; the "
-                f"run's next step is {self.step}. Make an engine for each run, and pass the state "
-                "that `exchange` returned to the next step."
+                f"The mail is from step {step} of a state that this engine did not return, not "
+                f"from step {self.step}. Continue with the last `exchange`'s or `flush`'s result."
             )
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -85,27 +85,6 @@ class OffloadedLeaves:
         for i, part in enumerate(self.parts):
             numbers.setdefault(part.piece, []).append(i)
         return tuple(map(tuple, numbers.values()))
-
-    @functools.cached_property
-    def firsts(self) -> tuple[Part, ...]:
-        return tuple(self.parts[numbers[0]] for numbers in self.pieces)
-
-    def on_devices(
-        self,
-        leaf: int,
-        numbers_of: Callable[[int], np.ndarray],
-        put: Callable[[np.ndarray, Any], jax.Array],
-    ) -> list[jax.Array]:
-        """Puts a leaf's pieces on this process's devices, joined from their parts' values."""
-        by_position = {}
-        for numbers in self.pieces:
-            part = self.parts[numbers[0]]
-            if part.leaf == leaf:
-                ranges = [numbers_of(i) for i in numbers]
-                piece = ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
-                for position, device in zip(part.positions, part.devices, strict=True):
-                    by_position[position] = put(piece, device)
-        return [x for _, x in sorted(by_position.items())]
 
     def pick(self, values: Iterable[_T]) -> list[_T]:
         every = list(values)
@@ -228,20 +207,13 @@ def host_part(weight: jax.Array, part: Part, spec: LeafSpec) -> np.ndarray:
     index = part.index
     if spec.trailing:
         index = (*index[:-2], index[-1], index[-2])
-    piece = piece_of(weight, index)
-    assert piece is not None, "this process's parts are inside its blocks"
-    return spec.turned(piece)
-
-
-def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
-    """Reads an array's values at `index`, if a shard in this process contains them."""
-    for shard in x.addressable_shards:
-        ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]
+    for shard in weight.addressable_shards:
+        ends = [s.indices(size)[:2] for s, size in zip(shard.index, weight.shape, strict=True)]
         pairs = list(zip(index, ends, strict=True))
         if all(low <= s.start and s.stop <= high for s, (low, high) in pairs):
             inside = tuple(slice(s.start - low, s.stop - low) for s, (low, _) in pairs)
-            return read(shard.data)[inside]
-    return None
+            return spec.turned(read(shard.data)[inside])
+    raise AssertionError("this process's parts are inside its blocks")
 
 
 def host_channels(channels: jax.Array, part: Part) -> np.ndarray:

@@ -18,7 +18,6 @@ from zenflow_jax._exchange.parts import OffloadedLeaves, Part
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import SendGradients, UnfitRunError
-from zenflow_jax._spec.schedule import Schedule
 
 #: The maximum number of steps with unread mail: how far Python runs ahead of the device.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
@@ -70,7 +69,9 @@ def most_kept(state: ZenFlowState) -> float:
     for spec, share in zip(specs, shares, strict=True):
         for group in spec.groups:
             held[group] += share
-    return opened + window * _waiting(state.schedule, held)
+    # The leaves that wait for their updates. The group whose window closed last does not count.
+    waiting = sum(sorted(held)[::-1][: (staleness or 1) - 1], 0.0)
+    return opened + window * waiting
 
 
 def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[float]]:
@@ -78,15 +79,6 @@ def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[float]]:
     specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
     sizes = [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
     return specs, [size / sum(sizes) for size in sizes]
-
-
-def _waiting(schedule: Schedule, group_shares: Sequence[float]) -> float:
-    """Returns the largest share of leaves that wait for their updates.
-
-    The group whose window closed last does not count.
-    """
-    staleness = schedule.staleness or 1  # None for a single group
-    return sum(sorted(group_shares)[::-1][: staleness - 1], 0.0)
 
 
 def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
@@ -106,15 +98,7 @@ def check_pinned(needs: Mapping[str, int | float], platform: str) -> None:
     """Rejects `needs` (bytes by name) if they exceed one GPU's limit of pinned memory."""
     if platform not in _GPUS:
         return
-    text = os.environ.get(LIMIT_NAME)
-    try:
-        # XLA's default also replaces invalid numbers.
-        limit = int(text) if text else DEFAULT_LIMIT
-    except ValueError:
-        raise UnfitRunError(
-            f"{LIMIT_NAME} is {text!r}. Set the environment variable to a whole number of GiB, or "
-            f"unset it for {DEFAULT_LIMIT}."
-        ) from None
+    limit = int(os.environ.get(LIMIT_NAME) or DEFAULT_LIMIT)
     needed = sum(needs.values()) / 2**30
     if needed > limit:
         each = " and ".join(f"{x / 2**30:.1f} for {name}" for name, x in needs.items())

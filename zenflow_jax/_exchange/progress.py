@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
-from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._spec.adaptive import ScheduleState
 from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._spec.schedule import Boundary, Schedule
@@ -69,11 +68,9 @@ class Progress:
     the step that was dispatched last. The numbers are sums over all processes.
     """
 
-    def __init__(self, schedule: Schedule, offloaded: OffloadedLeaves, run: RunState):
+    def __init__(self, schedule: Schedule, run: RunState):
         self.run = run
         self._schedule = schedule
-        # Whether only updates bring deferred gradients into the parameters.
-        self.by_updates_alone = bool(offloaded.specs) and schedule.provisional_share is None
         # Unread statistics: of the last step, if its window is open, and of the last boundaries.
         self._sent: StepScalars | None = None
         self._measured: dict[int, jax.Array] = {}
@@ -153,8 +150,8 @@ class Lifecycle:
     its call, and counts until it fails, because it may still be running when the engine ends.
     """
 
-    def __init__(self, progress: Progress, pending: Mapping[int, object]):
-        self._progress, self._pending = progress, pending
+    def __init__(self, pending: Mapping[int, object]):
+        self._pending = pending
         self.interrupted = False  # whether a call ended between parameters, state and host
         self.told = False  # whether the end was reported; only once
         self._moment = 0
@@ -193,10 +190,3 @@ class Lifecycle:
             return
         if self.lost:
             _logger.warning(self.lost)
-        open_steps = max(self._progress.open_steps, default=0)
-        if open_steps and self._progress.by_updates_alone:
-            _logger.warning(
-                f"The parameters lack the gradients of up to {open_steps} steps in open windows, "
-                "because `provisional_share=None` disables provisional steps. End the run where "
-                "all windows close: with `rolling=False`, after a multiple of `update_interval`."
-            )

@@ -23,21 +23,18 @@ class Tokens:
         self.last = state.token  # the token in the last returned state
         self.number = int(read(state.token))  # the token as a Python number
         self.run = 0  # the run's random number, set once the processes have agreed on it
-        # The token and number that a flush has replaced since the last step.
-        self._replaced: tuple[jax.Array, int] | None = None
         self._stepped = False  # whether the engine has seen a step
         self._repeated = False  # whether the last returned state was passed again
 
     def advance(self, step: int, like: jax.Array) -> int:
         """Makes the token for the state after `step`; returns the number in the step's mail."""
-        number, self._replaced = self.number, None
+        number = self.number
         self._stepped, self._repeated = True, False
         self._make(self.run + step, like)
         return number
 
     def renew(self, like: jax.Array) -> jax.Array:
         """Makes a new token after a flush, so that the old state is rejected."""
-        self._replaced = (self.last, self.number)
         self._make(self.number + 500_009, like)
         return self.last
 
@@ -54,26 +51,23 @@ class Tokens:
 
     def check_new_step(self, state: ZenFlowState) -> None:
         """Rejects a state without a new step since the last call, and a dropped step."""
-        self._check_flushed(state)
         if state.token is self.last:
             raise RuntimeError(
-                "`exchange` got the state that it returned last, not the state of a new step. Call "
-                "it once after each step, with the step's results."
+                "`exchange` got its last result, not the state of a new step. Call it once after "
+                "each step."
             )
         if self._repeated:
             raise RuntimeError(
                 "A step was dropped: the last two calls to `exchange` got the same state. Call it "
-                "after each step, with the step's results; to continue after a trainer's last "
-                "hooks, call `flush` first."
+                "with each step's results; after a trainer's last hooks, call `flush` first."
             )
 
-    def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
+    def check_between_steps(self, state: ZenFlowState) -> bool:
         """Rejects any state but the last returned state; returns whether `state` is a copy of it.
 
         A step without an update (a micro-batch of `optax.MultiSteps`) makes a copy; if so, waits
         for that step.
         """
-        self._check_flushed(state)
         self._repeated = False  # training may continue after a flush
         if state.token is self.last:
             return False
@@ -81,24 +75,10 @@ class Tokens:
         if number == self.number:
             return True
         raise RuntimeError(
-            f"The step's mail has not been exchanged yet. Call `exchange` first, then `{name}`."
+            "The step's mail has not been exchanged yet. Call `exchange` first, then `flush`."
             if number == USED
             else "The state is from another step or run. Pass the state that the last `exchange` "
-            f"returned to `{name}`."
-        )
-
-    def _check_flushed(self, state: ZenFlowState) -> None:
-        """Rejects the state that the last flush replaced, a copy of it, or a step taken from it."""
-        if self._replaced is None or state.token is self.last:
-            return
-        replaced, number = self._replaced
-        if state.token is not replaced:
-            sent = jax.tree.map(read, state.step_scalars)
-            if number not in (int(read(state.token)), int(sent.unpack().token)):
-                return
-        raise RuntimeError(
-            "Parameters and state are older than the last `flush`, and lack its updates. Continue "
-            "with the flush's results: `params, opt_state = engine.flush(params, opt_state)`."
+            "or `flush` returned."
         )
 
     def _make(self, number: int, like: jax.Array) -> None:

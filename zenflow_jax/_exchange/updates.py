@@ -160,12 +160,15 @@ class Updates:
 
         The worker must be idle.
         """
-        leaves = self._worker.leaves()
-
-        def numbers(i: int) -> np.ndarray:
-            return leaves[i].master.as_float32().reshape(leaves[i].spec.shape)
-
-        pieces = self._offloaded.on_devices(number, numbers, upload)
+        leaves, by_position = self._worker.leaves(), {}
+        for ranges in self._offloaded.pieces:
+            part = self._parts[ranges[0]]
+            if part.leaf == number:
+                each = [leaves[i].master.as_float32().reshape(leaves[i].spec.shape) for i in ranges]
+                piece = each[0] if len(each) == 1 else np.concatenate(each)
+                for position, device in zip(part.positions, part.devices, strict=True):
+                    by_position[position] = upload(piece, device)
+        pieces = [x for _, x in sorted(by_position.items())]
         spec, sharding = self._specs[number], self._offloaded.shardings[number]
         # The uploads may read live masters, which the next update overwrites.
         return jax.block_until_ready(assemble(pieces, spec.on_host.shape, sharding))

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -67,7 +67,9 @@ class Worker:
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
         self._condition = threading.Condition()
         self.closed = False  # whether the thread has been told to end
-        self._failure: _Failure | None = None  # why the thread ended, unless it was closed
+        # Why and at which error the thread ended, unless it was closed.
+        self._failure: tuple[str, BaseException] | None = None
+        self.failure_raised = False  # whether the caller knows
         self._where = "the first mail"  # the thread's current work, for messages
         self._step = 0  # whose mail was taken in last
         # A daemon, so that a forgotten engine cannot keep the interpreter from exiting.
@@ -95,19 +97,14 @@ class Worker:
         # Checked after the append: the message fails, whether the failure came before or after it.
         self._break_promises()
 
-    @property
-    def failure_raised(self) -> bool:
-        return self._failure is not None and self._failure.raised
-
     def check(self) -> None:
         """Raises the failure that ended the thread, if there was one."""
         if self._failure is None:
             return
-        self._failure.raised = True
+        (reason, error), self.failure_raised = self._failure, True
         raise RuntimeError(
-            f"{self._failure.reason}. Deferred channels are not up to date, and this engine has "
-            "stopped. Resume from the last checkpoint."
-        ) from self._failure.error
+            f"{reason}. This engine has stopped. Resume from the last checkpoint."
+        ) from error
 
     def leaves(self) -> list[HostLeaf]:
         """Returns each part's host arrays, which live as long as the list."""
@@ -122,17 +119,13 @@ class Worker:
         `wait` gets a function that returns whether the worker must end; if so, `wait` returns
         False.
         """
-        on_worker_thread = threading.current_thread() is self._thread
-        if on_worker_thread:
-            work = self.recorder.works_at("wait for save", self._step)
-            may_write = wait(lambda: self.closed)
+        on_thread = threading.current_thread() is self._thread
+        work = self.recorder.works_at("wait for save", self._step) if on_thread else None
+        may_write = wait(lambda: self.closed)
+        if work is not None:
             self.recorder.works_at(*work)
-        else:
-            may_write = wait(lambda: self.closed)
-        if not may_write and not on_worker_thread:
-            raise RuntimeError("the engine was closed")
         if not may_write:
-            raise _Stop
+            raise _Stop if on_thread else RuntimeError("the engine was closed")
 
     def wait(self, future: Future, after: PyTree) -> Any:
         """Waits for the result of `future`, on the caller's thread.
@@ -170,7 +163,7 @@ class Worker:
     def _break_promises(self) -> None:
         if self._failure is None and not self.closed:
             return
-        error = self._failure.error if self._failure else RuntimeError("the engine was closed")
+        error = self._failure[1] if self._failure else RuntimeError("the engine was closed")
         with self._condition:
             broken = [f for message in self._messages for f in message.promises if not f.done()]
             self._messages.clear()
@@ -185,7 +178,7 @@ class Worker:
             pass
         except BaseException as error:  # noqa: BLE001 - the caller must get every error
             reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
-            self._failure = _Failure(reason, error)
+            self._failure = reason, error
         finally:
             self._break_promises()
             self._updates.clear()
@@ -236,7 +229,8 @@ class Worker:
         Runs in a separate thread, so that the worker can continue an update in the meantime.
         """
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(mail.step_scalars)]
-        pieces = [part.of(mail.gradients[part.leaf]) for part in self._offloaded.firsts]
+        firsts = [self._offloaded.parts[numbers[0]] for numbers in self._offloaded.pieces]
+        pieces = [part.of(mail.gradients[part.leaf]) for part in firsts]
         if mail.on_device:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
         # Mail that the step itself sent is complete when the step ends; other mail arrives later.
@@ -260,10 +254,7 @@ class Worker:
         mail.check(step, int(sent.token))
         self.host.scalars = AdamScalars(*map(float, sent.adam))
         if not np.isfinite(self.host.scalars).all():
-            raise ValueError(
-                f"A hyperparameter is not finite at step {step}: {self.host.scalars}. Check the "
-                "learning rate schedule, and other computed hyperparameters."
-            )
+            raise ValueError(f"A hyperparameter is not finite at step {step}: {self.host.scalars}.")
         arrived = nbytes((gradients, step_scalars))
         if sent.finite:
             pieces, parts = [view(g) for g in gradients], self._offloaded.parts
@@ -344,13 +335,6 @@ class Worker:
         self._count(bytes_to_device=nbytes(uploads))
         self._finish(update, uploads)
 
-    def note_skipped(self, step: int, skipped: int, in_a_row: int) -> None:
-        """Notes how many steps were skipped, in a run whose steps send no mail."""
-        before = self.stats.skipped_in_a_row
-        self.stats = replace(self.stats, skipped_steps=skipped, skipped_in_a_row=in_a_row)
-        if in_a_row > before:
-            check_skipped_steps(in_a_row, step, self._max_skipped)
-
     def _count(self, **more: int) -> None:
         """Adds to the stats, and updates the memory counts."""
         counts = {name: getattr(self.stats, name) + x for name, x in more.items()}
@@ -360,12 +344,3 @@ class Worker:
 
 class _Stop(Exception):
     """Ends the thread of a closed engine."""
-
-
-@dataclass
-class _Failure:
-    """The error that has ended the thread."""
-
-    reason: str
-    error: BaseException
-    raised: bool = False  # whether it was raised to the caller

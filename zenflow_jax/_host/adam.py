@@ -53,8 +53,8 @@ class HostAdam:
         self, kernel: str = "numba", threads: int | None = None, *, tile: int | None = None
     ):
         check_one_of("host_kernel", kernel, ("numba", "numpy"))
-        threads = check_int_or_none("threads", threads, 1) or max(1, available_cores() - 1)
-        self.threads = threads
+        most = max(1, len(os.sched_getaffinity(0)) - 1)
+        self.threads = threads = check_int_or_none("threads", threads, 1) or most
         numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
         if kernel == "numba":
             self._kernel = NumbaKernel(tile or _NUMBA_TILE)
@@ -169,7 +169,7 @@ class HostAdam:
         if not 0 <= channels.min() <= channels.max() < n:
             raise ValueError(
                 f"Channels {channels.min()} to {channels.max()} exceed the range 0 to {n - 1}: the "
-                "optimizer state is damaged or comes from other devices. Resume from a checkpoint."
+                "optimizer state is damaged. Resume from a checkpoint."
             )
         tiles = [
             (i, i + 1, left, min(left + together, k))
@@ -214,13 +214,6 @@ def _move(
     else:
         # The default mode would first fill a temporary buffer.
         np.take(x[entry], index, axis=0, out=moved, mode="clip")
-
-
-def available_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # missing on macOS and Windows
-        return os.cpu_count() or 1
 
 
 def _debias(steps: np.ndarray, beta: float) -> np.ndarray:

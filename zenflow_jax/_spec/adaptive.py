@@ -25,8 +25,8 @@ class AutoWindow:
     DeepSpeed's "Zen-auto" uses the same idea but compares L1 sums.
 
     Attributes:
-        max_interval: The maximum number of steps in a window.
-        share: Share of the offloaded leaves that must be ripe, in (0, 1]; the count is rounded up.
+        max_interval: The maximum number of steps in a window; its length if none is selected.
+        share: Share of the offloaded leaves that must be ripe, rounded up to at least one.
 
     Examples:
         >>> from zenflow_jax import zenflow
@@ -38,8 +38,7 @@ class AutoWindow:
 
     def __post_init__(self):
         check_int("AutoWindow.max_interval", self.max_interval, 1)
-        if check_share("AutoWindow.share", self.share) == 0:
-            raise ValueError("`AutoWindow.share` is 0. Pass a share above 0.")
+        check_share("AutoWindow.share", self.share)
 
     def is_ripe(self, sums: Float32[np.ndarray, " numbers"]) -> bool:
         """Returns whether enough leaves are ripe; `sums` adds up a window's `window_statistics`."""

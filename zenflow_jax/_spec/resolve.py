@@ -67,7 +67,7 @@ def _resolve(
     check_memory(name, leaf)
     place = placement_of(leaf, sharding)
     if place is not None:
-        _check_even(name, shape, place)
+        _check_types(name, place)
         place = place.without_types()
     alone = LeafSpec(name, shape, dtype, None, k=0, placement=place)
     resident = rules.resident
@@ -100,7 +100,7 @@ _KEEP_OUT = (
 )
 
 
-def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
+def _check_types(name: str, place: Placement) -> None:
     for axis, names in enumerate(place.block):
         if explicit_axes(place.mesh).intersection(names) not in (set(), set(names)):
             types = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
@@ -108,29 +108,14 @@ def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
                 f"Axis {axis} of {name} mixes Auto and Explicit mesh axes: {names} of {types}. "
                 "Shard it over axes of one type."
             )
-        if shape[axis] % place.count(names):
-            raise ValueError(
-                f"Axis {axis} of {name} has size {shape[axis]}, which is not divisible by the "
-                f"{place.count(names)} devices along the mesh axes {names}. Shard another axis, or "
-                "pad it."
-            )
 
 
-def _shardings(params: PyTree, param_shardings: PyTree) -> list[NamedSharding] | list[None]:
+def _shardings(params: PyTree, param_shardings: PyTree) -> list[Any]:
     """Returns the user's sharding for each leaf, or None if there is none."""
-    count = len(jax.tree.leaves(params))
     if param_shardings is None:
-        return [None] * count
+        return [None] * len(jax.tree.leaves(params))
     tree = param_shardings(params) if callable(param_shardings) else param_shardings
-    shardings = jax.tree.leaves(tree)
-    wrong = [x for x in shardings if not isinstance(x, NamedSharding)]
-    if wrong or len(shardings) != count:
-        raise TypeError(
-            "`param_shardings` needs one NamedSharding for each leaf, but has "
-            f"{f'a {type(wrong[0]).__name__}' if wrong else len(shardings)} for {count} leaves. "
-            "Pass `jax.tree.map(lambda p: p.sharding, params)`, for example."
-        )
-    return shardings
+    return _spread("param_shardings", tree, params, "NamedShardings")
 
 
 def _scales(params: PyTree, lr_scale: PyTree) -> list[float]:
@@ -156,9 +141,8 @@ def _spread(name: str, tree: PyTree, params: PyTree, kind: str) -> list[PyTree]:
         )
     except ValueError as error:
         raise ValueError(
-            f"`{name}` has the structure {jax.tree.structure(tree)}, which is neither the "
-            f"parameters' structure nor a prefix of it: {jax.tree.structure(params)}. Pass a tree "
-            f"of {kind} with the parameters' structure."
+            f"`{name}` has the structure {jax.tree.structure(tree)}. Pass a tree of {kind} like "
+            f"the parameters, {jax.tree.structure(params)}, or a prefix of it."
         ) from error
     return values
 

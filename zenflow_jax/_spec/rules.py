@@ -26,20 +26,18 @@ class SendGradients(enum.StrEnum):
         return self is SendGradients.DURING_STEP
 
 
-def check_int(
-    name: str, value: object, minimum: int | None, kinds: str = "an int", remedy: str = ""
-) -> int:
+def check_int(name: str, value: object, minimum: int, kinds: str = "an int") -> int:
     """Returns an int of at least `minimum`; `kinds` lists the accepted types for the error."""
     # To Python, a bool is an Integral; to users, it is not.
     if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
-    if minimum is not None and int(value) < minimum:
+        raise TypeError(f"`{name}` must be {kinds}, got {value!r}.")
+    if int(value) < minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
     return int(value)
 
 
-def check_int_or_none(name: str, value: object, minimum: int, remedy: str = "") -> int | None:
-    return None if value is None else check_int(name, value, minimum, "an int or None", remedy)
+def check_int_or_none(name: str, value: object, minimum: int) -> int | None:
+    return None if value is None else check_int(name, value, minimum, "an int or None")
 
 
 def check_one_of(name: str, value: object, choices: Collection[str]) -> None:
@@ -54,9 +52,9 @@ def round_up(share: float, count: int) -> int:
     return math.ceil(round(share * count, 6))
 
 
-def check_share(name: str, value: object, kinds: str = "a float", remedy: str = "") -> float:
+def check_share(name: str, value: object) -> float:
     if not isinstance(value, Real) or isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
+        raise TypeError(f"`{name}` must be a float, got {value!r}.")
     if not 0 <= float(value) <= 1:
         raise ValueError(f"`{name}` must be in [0, 1], got {value}.")
     return float(value)

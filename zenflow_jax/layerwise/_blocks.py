@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
+from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._exchange.pinned import check_pinned
@@ -66,10 +67,10 @@ class Block:
 
 
 def make_blocks(
-    params: Any,
+    params: PyTree,
     optimizer: optax.GradientTransformation | None,
     options: dict[str, Any] | None,
-    saved: Any,
+    saved: PyTree,
     *,
     gradients: bool,
 ) -> list[Block]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST
 from zenflow_jax.layerwise._blocks import Block
@@ -32,7 +33,7 @@ class _Pass:
     total: Any = None  # the gradient of the outer weights that `last` reads
     g: list[Any] = dataclasses.field(default_factory=list)  # of the carries
 
-    def losses(self, outer: Any) -> list[jax.Array]:
+    def losses(self, outer: PyTree) -> list[jax.Array]:
         """Runs `last`; returns each micro-batch's share in the loss."""
         program, several, shares = self.program, len(self.batches) > 1, [np.float32(1)]
         pairs = [*zip(self.carries, self.batches, strict=True)]
@@ -46,7 +47,7 @@ class _Pass:
             self.g.append(g)
         return losses
 
-    def backward(self, i: int, weights: Any, inputs: Any) -> tuple[Any, jax.Array]:
+    def backward(self, i: int, weights: PyTree, inputs: PyTree) -> tuple[Any, jax.Array]:
         """Runs the backward programs of block `i`; returns its gradient and sum of squares."""
         places, final = (self.places.pop(), self.places[-1]), len(self.g) - 1
         programs = self.program.blocks[i].backward(*places, final > 0)
@@ -86,7 +87,7 @@ class Dispatcher:
         self._throttle: deque[Any] = deque()
         self.wait_s = 0.0
 
-    def step(self, program: ModelProgram, batches: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    def step(self, program: ModelProgram, batches: Sequence[PyTree]) -> tuple[jax.Array, jax.Array]:
         """Dispatches a step, and returns its loss and verdict."""
         updates, blocks = self._updates, self._blocks
         outer, weights, run = self._forward(program, batches, keeps=True)
@@ -107,14 +108,14 @@ class Dispatcher:
         self.progress, verdict = updates.end()
         return loss, verdict
 
-    def evaluate(self, program: ModelProgram, batch: Any, last: Callable | None) -> Any:
+    def evaluate(self, program: ModelProgram, batch: PyTree, last: Callable | None) -> Any:
         outer, _, run = self._forward(program, [batch], keeps=False)
         self._throttle.clear()
         arguments = self._blocks[0].tree(outer), run.carries[0][0], batch
         return program.loss(*arguments) if last is None else self._jitted(last)(*arguments)
 
     def _forward(
-        self, program: ModelProgram, batches: Sequence[Any], *, keeps: bool
+        self, program: ModelProgram, batches: Sequence[PyTree], *, keeps: bool
     ) -> tuple[list[Any], list[Any], _Pass]:
         """Dispatches the blocks' forward programs; may keep inputs for the backward pass.
 
@@ -146,7 +147,7 @@ class Dispatcher:
             return inputs
         return [self._bus.to(kind, x, run.program.blocks[i].moves) for x in inputs]
 
-    def _dispatched(self, result: Any) -> None:
+    def _dispatched(self, result: PyTree) -> None:
         """Waits until Python is at most a few layers ahead of the device."""
         self._throttle.append(result)
         if len(self._throttle) > AHEAD:
@@ -154,7 +155,7 @@ class Dispatcher:
             jax.block_until_ready(self._throttle.popleft())
             self.wait_s += time.perf_counter() - start
 
-    def program(self, batch: Any) -> ModelProgram:
+    def program(self, batch: PyTree) -> ModelProgram:
         """Returns the programs for batches of this shape, traced once."""
         shapes = types_of(batch)
         if (key := key_of(shapes)) not in self._programs:

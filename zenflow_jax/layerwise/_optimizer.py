@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from zenflow_jax.layerwise._transfers import bytes_here, is_large, large_bytes
 
@@ -81,7 +82,7 @@ class Kind:
 
     def __init__(
         self,
-        tree: Any,
+        tree: PyTree,
         optimizer: optax.GradientTransformation | None,
         options: dict[str, Any] | None,
     ):
@@ -109,7 +110,7 @@ class Kind:
         structure = jax.tree.structure(self.states[place])
         return structure.unflatten(leaf.others[len(leaf.others) - structure.num_leaves :])
 
-    def _parts(self, weight: Any, state: Any) -> Parts:
+    def _parts(self, weight: Any, state: PyTree) -> Parts:
         rest = _REST.get(np.dtype(weight.dtype)) if self.trains else None
         shapes = [] if rest is None else [jax.ShapeDtypeStruct(weight.shape, rest)]
         return Parts(weight, tuple(_placed(x, weight) for x in (*shapes, *jax.tree.leaves(state))))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from zenflow_jax.layerwise._tracing import (
     is_float,
@@ -72,7 +73,7 @@ class BlockProgram:
     moves: tuple[bool, ...]  # whether each kept leaf may wait in host memory
     varying: tuple[int, ...]  # leaves of the carry that depend on trained weights
 
-    def run(self, weights: Any, x: Any) -> Any:
+    def run(self, weights: PyTree, x: PyTree) -> Any:
         """Returns the carry."""
         made = iter(self.forward(weights, x))
         leaves, treedef = jax.tree.leaves(x), jax.tree.structure(self.carry)
@@ -98,9 +99,9 @@ def trace_model(
     first: Callable,
     layers: Sequence[Callable],
     last: Callable,
-    outer: Any,
-    weights: Sequence[Any],
-    batch: Any,
+    outer: PyTree,
+    weights: Sequence[PyTree],
+    batch: PyTree,
     options: dict[str, Any] | None,
 ) -> ModelProgram:
     """Traces all programs, and rejects functions that do not fit together.
@@ -126,8 +127,8 @@ def trace_model(
 def _trace_block(
     name: str,
     function: Callable,
-    weights: Any,
-    x: Any,
+    weights: PyTree,
+    x: PyTree,
     varying: tuple[int, ...],
     jit: Any,
 ) -> BlockProgram:
@@ -150,11 +151,11 @@ def _trace_block(
     made = enumerate(jax.tree.leaves(carry))
     new = tuple(i for i, x in made if is_float(x) and not reached[i].isdisjoint(chosen))
 
-    def forward(weights: Any, x: Any) -> list[jax.Array]:
+    def forward(weights: PyTree, x: PyTree) -> list[jax.Array]:
         made = jax.tree.leaves(step(weights, x))
         return [x for i, x in enumerate(made) if i not in passed]
 
-    def pull(kept: Sequence[int], weights: Any, g: Any, inputs: Any) -> tuple[Any, Any]:
+    def pull(kept: Sequence[int], weights: PyTree, g: PyTree, inputs: PyTree) -> tuple[Any, Any]:
         """Returns the block's vector-Jacobian product; recomputes the block."""
         known = dict(zip(kept, inputs, strict=True))
         leaves = [
@@ -162,7 +163,7 @@ def _trace_block(
             for i, x in enumerate(shapes)
         ]
 
-        def run(*args: Any) -> list[Any]:
+        def run(*args: PyTree) -> list[Any]:
             made = jax.tree.leaves(step(*args))
             return [made[i] for i in new]
 
@@ -184,7 +185,7 @@ def _trace_block(
 
 
 def _backward_programs(
-    pull: Callable[..., tuple[Any, Any]], weights: Sequence[Any], same: bool, jit: Any
+    pull: Callable[..., tuple[PyTree, PyTree]], weights: Sequence[PyTree], same: bool, jit: Any
 ) -> Callable[[tuple, tuple, bool], Pair]:
     """Returns `BlockProgram.backward`.
 
@@ -192,7 +193,7 @@ def _backward_programs(
     has the same shapes before and after.
     """
 
-    def backward(remain: bool, total: Any, *args: Any) -> Any:
+    def backward(remain: bool, total: PyTree, *args: PyTree) -> Any:
         g, more = pull(*args)
         g = [
             _added(x, y).astype(jnp.float32 if remain else x.dtype)
@@ -222,7 +223,7 @@ def _backward_programs(
     return programs
 
 
-def _trace_last(last: Callable, *args: Any) -> tuple[Callable, tuple[int, ...]]:
+def _trace_last(last: Callable, *args: PyTree) -> tuple[Callable, tuple[int, ...]]:
     """Returns a function that returns loss and weight, and the outer weights that it reads."""
     closed, end = traced("`last`", last, *args)
     pair = end if isinstance(end, WeightedLoss) else (end, end)
@@ -232,7 +233,7 @@ def _trace_last(last: Callable, *args: Any) -> tuple[Callable, tuple[int, ...]]:
             f"returned {text_of(end)}."
         )
 
-    def loss(outer: Any, carry: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def loss(outer: PyTree, carry: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         result = last(outer, carry, batch)
         value, weight = result if isinstance(result, WeightedLoss) else (result, 1.0)
         return value, jnp.asarray(weight, jnp.float32)
@@ -242,7 +243,7 @@ def _trace_last(last: Callable, *args: Any) -> tuple[Callable, tuple[int, ...]]:
 
 
 def _last_programs(
-    loss: Callable, outer: Any, read: tuple[int, ...], varying: tuple[int, ...], jit: Any
+    loss: Callable, outer: PyTree, read: tuple[int, ...], varying: tuple[int, ...], jit: Any
 ) -> Any:
     """Returns `ModelProgram.last`."""
     leaves = jax.tree.leaves(outer)
@@ -250,8 +251,10 @@ def _last_programs(
     chosen = *read, *(count + i for i in varying)
     where = [_on_device(x) if i in read else None for i, x in enumerate(leaves)]
 
-    def run(several: bool, total: Any, share: Any, outer: Any, carry: Any, batch: Any) -> Any:
-        def loss_of(outer: Any, carry: Any) -> Any:
+    def run(
+        several: bool, total: PyTree, share: Any, outer: PyTree, carry: PyTree, batch: PyTree
+    ) -> Any:
+        def loss_of(outer: PyTree, carry: PyTree) -> Any:
             return loss(outer, carry[0], batch)[0].astype(jnp.float32) * share
 
         varied, parts = varied_by(loss_of, (outer, carry), chosen)

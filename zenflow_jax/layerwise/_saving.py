@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from zenflow_jax._checkpoint.saving import Snapshot
 from zenflow_jax._checkpoint.stored import StoredArray, write_state
@@ -116,7 +117,7 @@ class TrainerSnapshot:
 class SavedState:
     """Reads a saved state, leaf by leaf, and checks every array that it reads from a file."""
 
-    def __init__(self, state: Any):
+    def __init__(self, state: PyTree):
         layout = state.get("layout") if isinstance(state, Mapping) else None
         if not isinstance(layout, Mapping) or list(layout) != [LAYOUT_NAME]:
             raise UnfitRunError(

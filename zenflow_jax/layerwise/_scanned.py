@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._device.scans import INSTEAD, Evaluation, Scan, Stack, is_stack, layer_sharding
@@ -65,11 +66,11 @@ class ScannedModel:
 
     def __init__(
         self,
-        loss_fn: Callable[[Any, Any], Any],
-        params: Any,
-        batch: Any,
+        loss_fn: Callable[[PyTree, PyTree], PyTree],
+        params: PyTree,
+        batch: PyTree,
         *,
-        where: Callable[[tuple[Any, ...], Any], bool] | None = None,
+        where: Callable[[jax.tree_util.KeyPath, jax.Array], bool] | None = None,
     ):
         pairs = jax.tree_util.tree_leaves_with_path(as_pure(params))
         self._names = [plain_name(path) for path, _ in pairs]
@@ -101,7 +102,7 @@ class ScannedModel:
         layers = [_layer] * self._length  # a trainer with fewer layers is an error
         self.functions = {"first": self._first, "layer": layers, "last": self._last}
 
-    def split(self, params: Any) -> dict[str, Any]:
+    def split(self, params: PyTree) -> dict[str, Any]:
         """Returns parameters in the form that `Trainer` takes, without copies to a device.
 
         `params` is a tree like the constructor's, with NumPy arrays, jax arrays in any memory, or
@@ -128,7 +129,7 @@ class ScannedModel:
         )
         return {"outer": treedef.unflatten(outer), "layers": layers}
 
-    def join(self, params: Mapping[str, Any]) -> Any:
+    def join(self, params: Mapping[str, PyTree]) -> Any:
         """Returns the result of `Trainer.params` as a tree like the constructor's, in NumPy."""
         layers = [*params["layers"]][:: -1 if self._reverse else 1]
         stacks = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *layers)
@@ -139,14 +140,14 @@ class ScannedModel:
             is_leaf=lambda x: x is None,
         )
 
-    def _first(self, outer: Any, batch: Any) -> tuple[Any, Any]:
+    def _first(self, outer: PyTree, batch: PyTree) -> tuple[Any, Any]:
         cut = self._cut_of(batch)
         carry, shared = cut.front(jax.tree.leaves(outer), batch)
         outputs = {i: jnp.zeros(x.shape, x.dtype) for i, x in cut.outputs.items() if i in cut.read}
         index = self._length - 1 if self._reverse else 0
         return (jnp.int32(index), carry, outputs), shared
 
-    def _last(self, outer: Any, carry: Any, batch: Any) -> Any:
+    def _last(self, outer: PyTree, carry: PyTree, batch: PyTree) -> Any:
         cut, (_, carry, outputs) = self._cut_of(batch), carry
         if missing := cut.read - outputs.keys():
             raise ValueError(
@@ -157,25 +158,25 @@ class ScannedModel:
         unread = {i: jnp.zeros(x.shape, x.dtype) for i, x in cut.outputs.items()}
         return cut.behind(jax.tree.leaves(outer), batch, carry, unread | outputs)
 
-    def _cut_of(self, batch: Any) -> "_Cut":
+    def _cut_of(self, batch: PyTree) -> "_Cut":
         shapes = _shapes_of(batch)
         if (key := key_of(shapes)) not in self._cuts:
             self._cuts[key] = self._cut(shapes, *self._traced(shapes))
         return self._cuts[key]
 
-    def _traced(self, batch: Any) -> tuple[Any, Any]:
+    def _traced(self, batch: PyTree) -> tuple[Any, Any]:
         params = self._treedef.unflatten(self._shapes)
         return jax.make_jaxpr(self._loss_fn, return_shape=True)(params, batch)
 
-    def _cut(self, batch: Any, traced: Any, loss: Any) -> "_Cut":
+    def _cut(self, batch: PyTree, traced: Any, loss: Any) -> "_Cut":
         """Cuts the traced loss; `batch` and `loss` are shapes."""
 
-        def inputs(outer: Any, batch: Any) -> list[Any]:
+        def inputs(outer: PyTree, batch: PyTree) -> list[Any]:
             rest, names = iter(outer), enumerate(self._names)
             leaves = [Stack(i, x) if i in self._stacks else next(rest) for i, x in names]
             return [*leaves, *jax.tree.leaves(batch)]
 
-        def front(outer: Any, batch: Any) -> tuple[Any, Any]:
+        def front(outer: PyTree, batch: PyTree) -> tuple[Any, Any]:
             evaluation = _Cutting(_CHOOSER)
             with contextlib.suppress(_Reached):
                 evaluation.run_whole(traced, inputs(outer, batch))
@@ -185,7 +186,7 @@ class ScannedModel:
             layer_inputs = [x for x in scan.layers if not is_stack(x)]
             return scan.carry, _Shared(scan.consts, layer_inputs, empty, self._stacks)
 
-        def behind(outer: Any, batch: Any, carry: Any, outputs: dict[int, Any]) -> Any:
+        def behind(outer: PyTree, batch: PyTree, carry: PyTree, outputs: dict[int, Any]) -> Any:
             evaluation = _Cutting(_CHOOSER, results=[*carry, *outputs.values()])
             results = evaluation.run_whole(traced, inputs(outer, batch))
             return jax.tree.unflatten(jax.tree.structure(loss), results)
@@ -239,7 +240,7 @@ class _Shared:
     stacks: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
-def _layer(weights: Any, carry: Any, shared: _Shared) -> Any:
+def _layer(weights: PyTree, carry: PyTree, shared: _Shared) -> Any:
     index, carry, outputs = carry
     entries = dict(zip(shared.stacks, jax.tree.leaves(weights), strict=True))
     inputs = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in shared.inputs)
@@ -257,7 +258,7 @@ class _Finding(Evaluation):
     def scan(self, scan: Scan) -> Sequence[Any]:
         return [None] * len(scan.body.out_avals)
 
-    def other(self, equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+    def other(self, equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
         return [None] * len(equation.outvars)
 
 
@@ -286,18 +287,20 @@ class _Cutting(Evaluation):
         return self.results
 
 
-def _as_function(function: Callable[..., Any], *shapes: Any) -> tuple[Callable[..., Any], Any, Any]:
+def _as_function(
+    function: Callable[..., PyTree], *shapes: PyTree
+) -> tuple[Callable[..., Any], Any, Any]:
     """Returns a function that does not trace again, the shapes of its results, and its jaxpr."""
     closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
 
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> Any:
         leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(results), leaves)
 
     return run, results, closed.jaxpr
 
 
-def _shapes_of(tree: Any) -> Any:
+def _shapes_of(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: x.update(sharding=None), types_of(tree))
 
 

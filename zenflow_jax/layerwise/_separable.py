@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from zenflow_jax.layerwise._tracing import jaxprs, live_inputs
 
@@ -26,7 +27,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def check_separable(optimizer: optax.GradientTransformation, name: str, tree: Any) -> None:
+def check_separable(optimizer: optax.GradientTransformation, name: str, tree: PyTree) -> None:
     """Refuses an optimizer whose result for one leaf of a block depends on another leaf."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in pairs]
@@ -38,10 +39,10 @@ def check_separable(optimizer: optax.GradientTransformation, name: str, tree: An
         for j, x in enumerate(shapes)
     )
 
-    def updates(g: Any, params: Any) -> Any:
+    def updates(g: PyTree, params: PyTree) -> Any:
         """Returns the updates of many steps, in which a state may carry a leaf to another."""
 
-        def step(state: Any, _: Any) -> tuple[Any, Any]:
+        def step(state: PyTree, _: object) -> tuple[Any, Any]:
             updates, state = optimizer.update(g, state, params)
             return state, updates
 
@@ -78,7 +79,7 @@ def check_separable(optimizer: optax.GradientTransformation, name: str, tree: An
             )
 
 
-def leaf_name(name: str, path: Any) -> str:
+def leaf_name(name: str, path: jax.tree_util.KeyPath) -> str:
     """Returns a leaf's name from its block's name and its key path in the block."""
     inner = jax.tree_util.keystr(path, simple=True, separator=".")
     return f"{name}.{inner}" if inner else name

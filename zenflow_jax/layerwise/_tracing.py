@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AxisType
+from jaxtyping import PyTree
 
 
-def traced(name: str, function: Callable, *args: Any) -> tuple[Any, Any]:
+def traced(name: str, function: Callable, *args: PyTree) -> tuple[Any, Any]:
     """Traces a function; rejects captured weights, which would not be trained, and random keys."""
     try:
         closed, result = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -41,11 +42,11 @@ def jaxprs(jaxpr: Any) -> Iterator[Any]:
                 yield from jaxprs(inner)
 
 
-def text_of(tree: Any) -> str:
+def text_of(tree: PyTree) -> str:
     return str(jax.tree.map(lambda x: f"{jnp.result_type(x).name}{list(jnp.shape(x))}", tree))
 
 
-def types_of(tree: Any) -> Any:
+def types_of(tree: PyTree) -> Any:
     """Returns shapes, with weak types of Python numbers, which adopt dtypes.
 
     Shardings on explicit axes belong to a type.
@@ -59,7 +60,7 @@ def types_of(tree: Any) -> Any:
     return jax.tree.map(type_of, tree)
 
 
-def key_of(shapes: Any) -> Any:
+def key_of(shapes: PyTree) -> Any:
     leaves, treedef = jax.tree.flatten(shapes)
     return treedef, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in leaves)
 
@@ -73,7 +74,9 @@ def live_inputs(jaxpr: Any, outputs: Sequence[bool] | bool = True) -> set[int]:
     return {i for i, is_live in enumerate(dce_jaxpr(jaxpr, outputs)[1]) if is_live}
 
 
-def varied_by(function: Callable, args: Any, places: Sequence[int]) -> tuple[Callable, list[Any]]:
+def varied_by(
+    function: Callable, args: PyTree, places: Sequence[int]
+) -> tuple[Callable, list[Any]]:
     """Returns a function of some leaves of its arguments, and these leaves."""
     leaves, treedef = jax.tree.flatten(args)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import HOST
@@ -99,18 +100,18 @@ class Trainer:
 
     def __init__(
         self,
-        params: Mapping[str, Any],
+        params: Mapping[str, PyTree],
         *,
-        first: Callable[[Any, Any], tuple[Any, Any]],
+        first: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
         layer: Callable[[Any, Any, Any], Any] | Sequence[Callable[[Any, Any, Any], Any]],
-        last: Callable[[Any, Any, Any], Any],
+        last: Callable[[PyTree, PyTree, PyTree], PyTree],
         optimizer: optax.GradientTransformation | None,
         max_grad_norm: float | None = None,
         updates: str = "after_backward",
         inputs: str = "device",
         in_flight_bytes: int | None = None,
         compiler_options: dict[str, Any] | None = None,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, PyTree] | None = None,
     ):
         check_one_of("updates", updates, ("after_backward", "during_backward"))
         check_one_of("inputs", inputs, ("device", "host"))
@@ -182,7 +183,7 @@ class Trainer:
         """Returns the number of skipped steps, as an array that is not waited for."""
         return self._dispatcher.progress.skipped
 
-    def step(self, *batches: Any) -> jax.Array:
+    def step(self, *batches: PyTree) -> jax.Array:
         """Takes one step, and returns its loss without waiting for it.
 
         `batches` are a batch, which is any tree of arrays, or several micro-batches with equal
@@ -222,7 +223,9 @@ class Trainer:
         self._step_s += time.perf_counter() - start
         return loss
 
-    def evaluate(self, batch: Any, last: Callable[[Any, Any, Any], Any] | None = None) -> Any:
+    def evaluate(
+        self, batch: PyTree, last: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
+    ) -> Any:
         """Returns the loss of a batch, or the result of another `last`, without training.
 
         `last(outer, carry, batch)` may return any tree of arrays. Does not wait for the result.
@@ -310,7 +313,7 @@ class Trainer:
     def __enter__(self) -> "Trainer":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None and not self._closed:
                 self.wait()
