@@ -5,7 +5,9 @@ numbered by their position among all leaves. Files contain a checksum for each a
 """
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -144,20 +146,48 @@ class SavedState:
 
     def _array(self, number: int, name: str, shape: Any, path: str) -> jax.Array:
         saved = self._leaves[number][name]
-        for start, piece in saved.pieces.items() if isinstance(saved, StoredArray) else ():
-            x = np.empty(piece.shape, piece.dtype)
-            piece.read((), x)
-            if _checksum(x) != self._checksums[str(number)][name][",".join(map(str, start))]:
-                raise ValueError(
-                    f"The saved {name} of {path} is damaged: its checksum differs. Use another "
-                    "checkpoint."
-                )
+        if isinstance(saved, StoredArray):
+            checksums = self._checksums[str(number)][name]
+            saved = _checked(saved, checksums, f"{name} of {path}")
         sharding = shape.sharding.with_memory_kind(HOST if is_large(shape) else "device")
         shard, pieces = sharding.shard_shape(shape.shape), []
         for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
             x = np.asarray(saved[_bounds(index, shape.shape)]).reshape(shard)
             pieces.append(upload(x, device, sharding.memory_kind))
         return jax.make_array_from_single_device_arrays(shape.shape, sharding, pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckedPiece:
+    """A piece of a saved array, read once and checked before the first of its slices is used."""
+
+    piece: Any
+    shape: tuple[int, ...]
+    checksum: int
+    name: str
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        x = np.empty(self.shape, self.piece.dtype)
+        self.piece.read((), x)
+        if _checksum(x) != self.checksum:
+            raise ValueError(
+                f"The saved {self.name} is damaged: its checksum differs. Use another checkpoint."
+            )
+        return x
+
+    def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
+        np.copyto(out, self.values[index])
+
+
+def _checked(saved: StoredArray, checksums: Mapping[str, Any], name: str) -> StoredArray:
+    """Returns a saved array that checks what it reads, and keeps it for other devices."""
+    new: Any = copy.copy(saved)
+    new.pieces = {
+        start: _CheckedPiece(x, x.shape, int(checksums[",".join(map(str, start))]), name)
+        for start, x in saved.pieces.items()
+    }
+    return new
 
 
 def _checksum(x: np.ndarray) -> int:
