@@ -50,7 +50,8 @@ def check_schedule(
         late = 1 if in_turn else window
     elif late is not None and late > most:
         raise ValueError(f"`staleness` must be at most {most}, got {late}.")
-    if window_scaling not in (True, False, None):
+    # Not `in`: an exponent of an earlier version, such as 1, equals True.
+    if not isinstance(window_scaling, bool | np.bool_ | None):
         raise ValueError(f"`window_scaling` must be True or None, got {window_scaling!r}.")
     if window_scaling and window != 1 and late != 0 and not in_turn:
         warnings.warn(

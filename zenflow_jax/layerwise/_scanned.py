@@ -161,7 +161,9 @@ class ScannedModel:
     def _cut_of(self, batch: PyTree) -> "_Cut":
         shapes = _shapes_of(batch)
         if (key := key_of(shapes)) not in self._cuts:
-            self._cuts[key] = self._cut(shapes, *self._traced(shapes))
+            self._cuts[key] = cut = self._cut(shapes, *self._traced(shapes))
+            if cut.scan.reverse != self._reverse:
+                raise ValueError("The order of the layers depends on the batch's shape.")
         return self._cuts[key]
 
     def _traced(self, batch: PyTree) -> tuple[Any, Any]:
