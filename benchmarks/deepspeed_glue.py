@@ -116,7 +116,6 @@ def train(job: Job) -> dict[str, Any]:
     if job.resume:
         params, opt_state, saved = load(file, params, opt_state)
     losses, seconds = [], []
-    assert work.train_step, "the settings train"
     with contextlib.ExitStack() as stack:
         engine = None
         if settings.has_engine:
