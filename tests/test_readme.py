@@ -82,8 +82,6 @@ def test_options_in_pages_exist_in_the_commands(capsys):
 
 
 def headings(page: Path) -> list[str]:
-    """Returns the anchors of a page's headings, as on GitHub, and those in its text."""
-    text = page.read_text(encoding="utf-8")
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    titles = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-    return [*titles, *re.findall(r'<a id="([\w-]+)">', text)]
+    """Returns the anchors of a page's headings, as on GitHub."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
