@@ -15,7 +15,8 @@ from benchmarks import gpu_program, host_access, program_report
 from train.cli.settings import StepSettings
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
-from zenflow_jax.layerwise._optimizer import Control, Kind, flat
+from zenflow_jax.layerwise._optimizer import Kind, flat
+from zenflow_jax.layerwise._progress import Progress
 
 LAYERS, WIDTH, INNER, CLASSES, ROWS = 4, 256, 1024, 512, 64
 
@@ -195,11 +196,11 @@ def layer_update() -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
 
     weight = shape(jnp.bfloat16, WIDTH, INNER)
-    (bundle,) = Kind({"w": weight}, optax.adamw(1e-3), None).bundles
-    squares = shape(jnp.float32, 1)
-    control = Control(shape(jnp.float32), shape(jnp.bool), shape(jnp.int32), squares)
+    (bundle,) = Kind({"w": weight}, optax.adamw(1e-3)).bundles
+    number, norm, shares = shape(jnp.int32), shape(jnp.float32), shape(jnp.float32, 1)
+    progress = Progress(number, number, shares, norm, shape(jnp.bool), number, shares)
     program: Any = bundle.update
-    return program.lower([weight], control, shape(jnp.int32), *flat(bundle.shapes)).compile()
+    return program.lower([weight], progress, number, *flat(bundle.shapes)).compile()
 
 
 AFTER, UNCLIPPED = (("max_grad_norm", 1.0), ("send_gradients", "after_step")), ()

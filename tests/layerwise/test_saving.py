@@ -106,7 +106,7 @@ def test_a_state_fits_only_the_same_weights_and_optimizer():
     with layerwise.Trainer(new_params(), **MODEL, optimizer=ADAMW) as trainer:
         state = trainer.state()
         for name in (-1, LAYERS):
-            with pytest.raises(ValueError, match=f"There is no layer {name}: .* 0 to 3"):
+            with pytest.raises(ValueError, match=f"{name} is not in list"):
                 trainer.master_params(name)
 
     def resumed(params=None, optimizer=ADAMW, state=state):

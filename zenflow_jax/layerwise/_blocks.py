@@ -7,7 +7,7 @@ or a caller of `params`, may keep the old ones.
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from zenflow_jax._device.memory import HOST
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._spec.leaf import DTYPES
 from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.layerwise._optimizer import Bundle, Kind, Parts, unflat
+from zenflow_jax.layerwise._optimizer import Bundle, Kind, Parts, flat, unflat
 from zenflow_jax.layerwise._separable import check_separable, leaf_name
 from zenflow_jax.layerwise._transfers import copied, moved
 
@@ -53,15 +53,14 @@ class Block:
 
     def fill(self, given: Sequence[Any], saved: Any) -> None:
         """Makes the arrays from the user's leaves or from a saved state."""
-        paths = self.paths()
+        paths, shapes = self.paths(), self.kind.shapes
         for bundle in self.kind.bundles:
-            chosen = slice(bundle.places.start, bundle.places.stop)
-            if saved is not None:
-                number = self.number + bundle.places.start
-                arrays = saved.read(number, paths[chosen], bundle.shapes)
+            if saved is None:
+                arrays = bundle.init([_on_device(paths[i], given[i]) for i in bundle.places])
+                arrays = moved(HOST, arrays)
             else:
-                arrays = bundle.init([*map(_on_device, paths[chosen], given[chosen])])
-                arrays = moved(HOST, arrays, bundle.large)
+                read = (saved.read(self.number + i, paths[i], shapes[i]) for i in bundle.places)
+                arrays = flat([*read])
             # The user may reuse NumPy's memory, and the device holds one bundle at a time.
             self.arrays.append(jax.block_until_ready(arrays))
 
@@ -69,7 +68,7 @@ class Block:
 def make_blocks(
     params: PyTree,
     optimizer: optax.GradientTransformation | None,
-    options: dict[str, Any] | None,
+    jit: Any,
     saved: PyTree,
     *,
     gradients: bool,
@@ -78,8 +77,6 @@ def make_blocks(
 
     `gradients` is whether gradients may wait in pinned memory, too.
     """
-    if not isinstance(params, Mapping) or params.keys() != {"outer", "layers"}:
-        raise TypeError('`params` must be a mapping with the keys "outer" and "layers".')
     numbers: Iterable[int] = getattr(params["layers"], "numbers", itertools.count())
     layers = zip(numbers, params["layers"], strict=False)
     named = ((f"layers.{number}", tree) for number, tree in layers)
@@ -91,7 +88,7 @@ def make_blocks(
         if (alike := (treedef, shapes)) not in kinds:
             if optimizer and shapes:
                 check_separable(optimizer, name, treedef.unflatten(shapes))
-            kinds[alike] = Kind(treedef.unflatten(shapes), optimizer, options)
+            kinds[alike] = Kind(treedef.unflatten(shapes), optimizer, jit)
         made.append(Block(name, kinds[alike], number))
         number += len(shapes)
         try:

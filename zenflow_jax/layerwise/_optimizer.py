@@ -8,7 +8,6 @@ whole tree.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,23 +17,13 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from zenflow_jax.layerwise._progress import Progress
 from zenflow_jax.layerwise._transfers import bytes_here, is_large, large_bytes
 
 #: The dtype of `rest` for each dtype of a weight.
 _REST = {np.dtype(jnp.bfloat16): jnp.int16}
 #: Neighbouring leaves are updated together, by one program, up to this size.
 _BUNDLE_BYTES = 32 * 1024**2
-
-
-class Control(NamedTuple):
-    """The scalars of a step that its updates read; they never leave the device."""
-
-    factor: Any  # the clipping factor
-    counts: Any  # bool: whether the step counts; otherwise updates change nothing
-    # int32: 0; or 1 + the first leaf whose update is not finite; or -1 - the first block whose
-    # gradient is not finite
-    report: Any
-    squares: Any = None  # float32: each block's sum of squares, as far as gradients are known
 
 
 class Parts(NamedTuple):
@@ -62,12 +51,11 @@ class Bundle:
 
     places: range
     shapes: tuple[Parts, ...]  # with shardings in device memory
-    large: tuple[bool, ...]  # which arrays wait in host memory between updates
     nbytes: int  # of the large arrays, and of those that only updates read, on one device
     others_nbytes: int
     init: Callable[..., list[Any]]  # (weights) -> arrays
-    # (gradients, control, number, *arrays) -> new arrays, in the memory of the large ones, and the
-    # control's new report; `number` is the first leaf's
+    # (gradients, progress, number, *arrays) -> new arrays, in the memory of the large ones, and the
+    # progress' new report; `number` is the first leaf's
     update: Callable[..., tuple[list[Any], Any]]
 
 
@@ -77,25 +65,21 @@ class Kind:
     Args:
         tree: A block's weights as shapes with shardings, which the results have, too.
         optimizer: The optimizer, or None if nothing trains.
-        options: Options for all programs.
+        jit: `jax.jit` with options.
     """
 
     def __init__(
-        self,
-        tree: PyTree,
-        optimizer: optax.GradientTransformation | None,
-        options: dict[str, Any] | None,
+        self, tree: PyTree, optimizer: optax.GradientTransformation | None, jit: Any = jax.jit
     ):
         pairs, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
         self.paths, self.weights = [path for path, _ in pairs], [x for _, x in pairs]
         self.optimizer, self.trains = optimizer or optax.identity(), optimizer is not None
-        self._jit: Any = partial(jax.jit, compiler_options=options)
+        self._jit = jit
         masters = [x.update(dtype=jnp.float32, sharding=None) for x in self.weights]
         alone = (self.alone(i, x) for i, x in enumerate(masters))
         #: The shapes of each leaf's state, as the optimizer's tree.
         self.states = [jax.eval_shape(self.optimizer.init, x) for x in alone]
         self.shapes = [*map(self._parts, self.weights, self.states)]
-        self.large = [*map(is_large, self.weights)]
         self.weights_nbytes = large_bytes(self.weights)
         self.bundles = [*self._bundles()]
         self.nbytes = sum(bundle.nbytes for bundle in self.bundles)
@@ -123,9 +107,8 @@ class Kind:
                 continue
             places, shapes = range(begin, end), tuple(self.shapes[begin:end])
             arrays = flat(shapes)
-            large, programs = tuple(map(is_large, arrays)), self._programs(places, shapes)
             sizes_here = large_bytes(arrays), large_bytes(arrays[len(shapes) :])
-            yield Bundle(places, shapes, large, *sizes_here, *programs)
+            yield Bundle(places, shapes, *sizes_here, *self._programs(places, shapes))
             begin = end
 
     def _programs(self, places: range, shapes: tuple[Parts, ...]) -> tuple[Any, Any]:
@@ -135,14 +118,14 @@ class Kind:
             # Otherwise the results would be the caller's arrays.
             return flat([*map(self._made, places, map(jnp.copy, weights))])
 
-        def update(g: Any, control: Control, number: Any, *old: Any) -> Any:
+        def update(g: Any, progress: Progress, number: Any, *old: Any) -> Any:
             leaves = zip(places, unflat(old, shapes), g, strict=True)
-            new = flat([self._updated(*x, control.factor) for x in leaves])
-            kept = [jnp.where(control.counts, *x) for x in zip(new, old, strict=True)]
-            report = control.report
+            new = flat([self._updated(*x, progress.factor) for x in leaves])
+            kept = [jnp.where(progress.counts, *x) for x in zip(new, old, strict=True)]
+            report = progress.report
             # Of the weights, because a check of the update would keep it in a float32 array.
             for n, weight in enumerate(kept[: len(places)]):
-                is_first = control.counts & (report == 0) & ~jnp.all(jnp.isfinite(weight))
+                is_first = progress.counts & (report == 0) & ~jnp.all(jnp.isfinite(weight))
                 report = jnp.where(is_first, number + (1 + n), report)
             return kept, report
 
@@ -203,15 +186,13 @@ def _bits(x: Any) -> Any:
 
 
 def _placed(x: Any, leaf: Any) -> Any:
-    """Returns an array's shape with the leaf's sharding, on each axis that it divides evenly."""
+    """Returns the shape of a state's array with the leaf's sharding if this divides it evenly."""
     sharding = leaf.sharding
     if x.shape != leaf.shape and isinstance(sharding, NamedSharding):
-        spec: list[Any] = []
-        if len(x.shape) == len(leaf.shape):
-            pairs = zip(leaf.shape, sharding.shard_shape(leaf.shape), strict=True)
-            counts = [whole // max(shard, 1) for whole, shard in pairs]
-            axes = [*sharding.spec, *[None] * len(counts)]
-            evenly = [n % max(count, 1) == 0 for n, count in zip(x.shape, counts, strict=True)]
-            spec = [axis if even else None for axis, even in zip(axes, evenly, strict=False)]
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        try:
+            sharding.shard_shape(x.shape)
+        except ValueError:
+            sharding = whole
+        sharding = sharding if len(x.shape) == len(leaf.shape) else whole
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -21,7 +21,7 @@ from zenflow_jax._checkpoint.saving import Snapshot
 from zenflow_jax._checkpoint.stored import StoredArray, write_state
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.layerwise._blocks import Block
+from zenflow_jax.layerwise._blocks import Block, devices_of
 from zenflow_jax.layerwise._optimizer import Parts, flat, unflat
 from zenflow_jax.layerwise._transfers import is_large
 
@@ -49,19 +49,14 @@ class _Kept:
 class TrainerSnapshot:
     """A trainer's state at one moment, to be copied or written once, by any thread.
 
-    Updates may replace arrays; `kept_bytes` of old arrays stay. Each of `processes`, which ascend,
-    writes a file.
+    Updates may replace arrays; `kept_bytes` of old arrays stay.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        kept_bytes: int,
-        counts: Mapping[str, np.ndarray],
-        processes: Sequence[int],
-    ):
+    def __init__(self, blocks: Sequence[Block], kept_bytes: int, counts: Mapping[str, np.ndarray]):
         self._shapes = [leaf for block in blocks for leaf in block.kind.shapes]
-        self._counts, self._processes = counts, processes
+        self._small = {"counts": dict(counts), "layout": _LAYOUT}
+        # Each of these writes a file.
+        self._processes = sorted({device.process_index for device in devices_of(blocks)})
         kept = {
             block.number + bundle.places.start: _Kept(unflat(arrays, bundle.shapes))
             for block in blocks
@@ -75,30 +70,26 @@ class TrainerSnapshot:
 
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of NumPy arrays; all pieces must be in this process."""
-        if any(not x.sharding.is_fully_addressable for x in flat(self._shapes)):
-            raise ValueError("Weights are on devices of several processes. Save with `EngineSave`.")
         leaves: list[dict[str, Any]] = [{} for _ in self._shapes]
         for number, name, x in self._arrays():
             leaves[number][name] = np.array(x).reshape(_saved_shape(x))
-        return {"leaves": leaves, "counts": dict(self._counts), "layout": dict(_LAYOUT)}
+        return {"leaves": leaves, **self._small}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file into an existing folder, and closes the snapshot."""
-        small = {"counts": self._counts, "layout": _LAYOUT}
-        moment = "step {step}, {counted} of them counted".format(**self._counts)
+        moment = "step {step}, {counted} of them counted".format(**self._small["counts"])
         tensors: dict[str, tuple[Any, Sequence[int]]] = {}
+        leaves: list[dict[str, Any]] = [{} for _ in self._shapes]
         for number, leaf in enumerate(self._shapes):
             for name, x in _named(leaf):
-                for start, _, place in _pieces(x):
-                    shape = tuple(s.stop - s.start for s in place)
+                leaves[number][name] = jax.ShapeDtypeStruct(_saved_shape(x), x.dtype)
+                shape = x.sharding.shard_shape(x.shape) or (1,)
+                for start, _ in _pieces(x):
                     tensors[f"leaves/{number}/{name}@{start}"] = x.dtype, shape
                     tensors[f"checksums/{number}/{name}/{start}"] = np.dtype(np.uint32), ()
-        leaves = [
-            {name: jax.ShapeDtypeStruct(_saved_shape(x), x.dtype) for name, x in _named(leaf)}
-            for leaf in self._shapes
-        ]
+        arguments = self._processes, moment, self._small, leaves, tensors
         with contextlib.closing(self):
-            write_state(folder, self._processes, moment, small, leaves, tensors, self._chunks())
+            write_state(folder, *arguments, self._chunks())
 
     def _arrays(self) -> Iterator[tuple[int, str, jax.Array]]:
         for begin, kept in self.unsaved.leaves():
@@ -109,7 +100,7 @@ class TrainerSnapshot:
     def _chunks(self) -> Iterator[tuple[str, int, np.ndarray]]:
         for number, name, x in self._arrays():
             shards = {shard.device: shard.data for shard in x.addressable_shards}
-            for start, device, _ in _pieces(x):
+            for start, device in _pieces(x):
                 piece = np.ascontiguousarray(shards[device])
                 yield f"leaves/{number}/{name}@{start}", 0, piece
                 checksum = np.array(_checksum(piece), np.uint32)
@@ -129,32 +120,35 @@ class SavedState:
         self.counts: Mapping[str, Any] = state["counts"]
         self._leaves, self._checksums = state["leaves"], state.get("checksums", {})
 
-    def read(self, number: int, paths: Sequence[str], shapes: Sequence[Parts]) -> list[jax.Array]:
-        """Returns the `flat` arrays of neighbouring leaves, in the memory where they wait."""
-        leaves = []
-        for n, (path, shape) in enumerate(zip(paths, shapes, strict=True), number):
-            saved = self._leaves[n] if n < len(self._leaves) else {}
-            described = {name: (tuple(x.shape), x.dtype) for name, x in saved.items()}
-            if described != {name: (_saved_shape(x), x.dtype) for name, x in _named(shape)}:
-                raise UnfitRunError(
-                    f"{path} {list(shape.weight.shape)} or its optimizer state has other shapes in "
-                    "`state`. Resume with the saved run's model and optimizer."
-                )
-            made = [self._array(n, name, x, path) for name, x in _named(shape)]
-            leaves.append(Parts(made[0], tuple(made[1:])))
-        return flat(leaves)
+    def read(self, number: int, path: str, shapes: Parts) -> Parts:
+        """Returns a leaf's arrays, in the memory where they wait."""
+        saved = self._leaves[number] if number < len(self._leaves) else {}
+        expected = {name: (_saved_shape(x), x.dtype) for name, x in _named(shapes)}
+        if {name: (tuple(x.shape), x.dtype) for name, x in saved.items()} != expected:
+            raise UnfitRunError(
+                f"{path} {list(shapes.weight.shape)} or its optimizer state has other shapes in "
+                "`state`. Resume with the saved run's model and optimizer."
+            )
+        arrays = []
+        for name, shape in _named(shapes):
+            values = saved[name]
+            if isinstance(values, StoredArray):
+                checksums = self._checksums[str(number)][name]
+                values = _checked(values, checksums, f"{name} of {path}")
+            arrays.append(_array(values, shape))
+        return Parts(arrays[0], tuple(arrays[1:]))
 
-    def _array(self, number: int, name: str, shape: Any, path: str) -> jax.Array:
-        saved = self._leaves[number][name]
-        if isinstance(saved, StoredArray):
-            checksums = self._checksums[str(number)][name]
-            saved = _checked(saved, checksums, f"{name} of {path}")
-        sharding = shape.sharding.with_memory_kind(HOST if is_large(shape) else "device")
-        shard, pieces = sharding.shard_shape(shape.shape), []
-        for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
-            x = np.asarray(saved[_bounds(index, shape.shape)]).reshape(shard)
-            pieces.append(upload(x, device, sharding.memory_kind))
-        return jax.make_array_from_single_device_arrays(shape.shape, sharding, pieces)
+
+def _array(saved: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a saved array in the memory where it waits."""
+    sharding: Any = shape.sharding
+    sharding = sharding.with_memory_kind(HOST if is_large(shape) else "device")
+    shard, pieces = sharding.shard_shape(shape.shape), []
+    for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
+        bounds = [slice(*s.indices(n)[:2]) for s, n in zip(index, shape.shape, strict=True)]
+        x = np.asarray(saved[tuple(bounds) or (slice(0, 1),)]).reshape(shard)
+        pieces.append(upload(x, device, sharding.memory_kind))
+    return jax.make_array_from_single_device_arrays(shape.shape, sharding, pieces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,25 +194,16 @@ def _named(leaf: Parts) -> Iterator[tuple[str, Any]]:
     yield from ((f"array_{i}", x) for i, x in enumerate(leaf.others))
 
 
-def _pieces(x: Any) -> Iterator[tuple[str, Any, tuple[slice, ...]]]:
-    """Yields start, device and place of the pieces that this process saves.
+def _pieces(x: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the starts of the pieces that this process saves, with the devices that hold them.
 
     Each piece is saved by the process of the first device that holds it.
     """
-    holders = {}
+    holders: dict[str, Any] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
-        place = _bounds(index, x.shape)
-        start = ",".join(str(s.start) for s in place)
-        holders.setdefault(start, (start, device, place))
-    yield from (x for x in holders.values() if x[1].process_index == jax.process_index())
+        holders.setdefault(",".join(str(s.start or 0) for s in index) or "0", device)
+    return (x for x in holders.items() if x[1].process_index == jax.process_index())
 
 
 def _saved_shape(x: Any) -> tuple[int, ...]:
     return x.shape or (1,)  # files name a piece by its start, which a scalar lacks
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Returns a piece's place in a saved array, with starts and stops."""
-    if not shape:
-        return (slice(0, 1),)
-    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))

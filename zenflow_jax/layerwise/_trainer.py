@@ -1,8 +1,8 @@
 """`Trainer`: the public object, used from a single thread."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,19 +13,19 @@ from jaxtyping import PyTree
 
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import HOST
-from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._spec.arguments import check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax.layerwise._blocks import Block, checksum_of_names, devices_of, make_blocks
 from zenflow_jax.layerwise._dispatch import Dispatcher
 from zenflow_jax.layerwise._optimizer import master_of, unflat
-from zenflow_jax.layerwise._progress import Judge, new_progress
+from zenflow_jax.layerwise._progress import SAVED, Judge, new_progress
 from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot
-from zenflow_jax.layerwise._transfers import Bus, copied, moved
-from zenflow_jax.layerwise._updates import Updates
+from zenflow_jax.layerwise._transfers import copied, moved
 
 #: By default, this many of the largest updated arrays may be in flight.
 _IN_FLIGHT = 3
+#: This many skipped steps in a row end a run, which would otherwise never learn again.
+_MAX_SKIPPED = 30
 
 
 class Trainer:
@@ -120,16 +120,13 @@ class Trainer:
         at_once = updates == "during_backward"
         saved = None if state is None else SavedState(state)
         counts: Mapping[str, Any] = {} if saved is None else saved.counts
+        jit = partial(jax.jit, compiler_options=compiler_options)
         self._trains = optimizer is not None
-        arguments = params, optimizer, compiler_options, saved
-        gradients = self._trains and not at_once
-        self._blocks = blocks = make_blocks(*arguments, gradients=gradients)
+        sends = self._trains and not at_once
+        self._blocks = blocks = make_blocks(params, optimizer, jit, saved, gradients=sends)
         layers = [layer] * (len(blocks) - 1) if callable(layer) else list(layer)
         if len(layers) != len(blocks) - 1:
-            raise ValueError(
-                f"`layer` has {len(layers)} functions for {len(blocks) - 1} layers. Pass one "
-                "function for all layers, or one for each layer."
-            )
+            raise ValueError(f"`layer` has {len(layers)} functions for {len(blocks) - 1} layers.")
         self._names = checksum_of_names(blocks)
         if saved and counts.get("names") != self._names:
             raise UnfitRunError(
@@ -138,44 +135,24 @@ class Trainer:
             )
         #: The number of steps taken, including skipped steps.
         self.steps = int(counts.get("step", 0))
-        check_gpus(devices := devices_of(blocks))
-        self._processes = sorted({device.process_index for device in devices})
-        self._devices_here = sum(x.process_index == jax.process_index() for x in devices)
+        check_gpus(devices_of(blocks))
         self._failure: BaseException | None = None
         self._closed = False
         self._verdicts: deque[tuple[int, jax.Array]] = deque()  # of steps, not read yet
-        self._skipped, self._step_s = int(counts.get("skipped", 0)), 0.0
+        self._skipped, self._in_a_row = int(counts.get("skipped", 0)), 0  # as far as known
         # A huge outer leaf does not count; it is updated when nothing else is in flight.
         largest = max((x.nbytes for block in blocks[1:] for x in block.kind.bundles), default=0)
-        in_flight = _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes
-        judge = Judge(max_grad_norm, compiler_options, at_once=at_once)
-        self._bus = Bus()
-        self._updates = Updates(blocks, judge, self._bus, in_flight, at_once=at_once)
         weights = [x for block in blocks for x in block.kind.weights]
         sizes = [sum(x.size for x in block.kind.weights) for block in blocks]
         self._dispatcher = Dispatcher(
             (first, layers, last),
             blocks,
-            self._updates,
-            self._bus,
+            Judge(max_grad_norm, jit, at_once=at_once),
             new_progress(sizes, counts, _everywhere(weights[0].sharding)),
+            _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes,
+            jit,
+            at_once=at_once,
             inputs_to_host=inputs == "host",
-            options=compiler_options,
-        )
-
-    @property
-    def stats(self) -> EngineStats:
-        """Returns counts, seconds, one device's bytes moved, and this process's pinned bytes.
-
-        `skipped_steps` does not include the last step.
-        """
-        return EngineStats(
-            steps=self.steps,
-            skipped_steps=self._skipped,
-            bytes_to_host=self._bus.to_host,
-            bytes_to_device=self._bus.to_device,
-            pinned_bytes=sum(x.kind.nbytes for x in self._blocks) * self._devices_here,
-            seconds={"exchange": self._step_s, "wait for host": self._dispatcher.wait_s},
         )
 
     @property
@@ -194,15 +171,12 @@ class Trainer:
             FloatingPointError: If, before this step, an update was not finite; or, with
                 updates="during_backward", a gradient.
         """
-        if not batches:
-            raise TypeError("`step` needs a batch. Pass a batch, or several micro-batches.")
         self._check()
         if not self._trains:
             raise ValueError("The trainer has no optimizer, so it can only evaluate.")
         program, *more = map(self._dispatcher.program, batches)
         if any(other is not program for other in more):
             raise ValueError("Micro-batches must have the same shapes and dtypes. Pad them.")
-        start = time.perf_counter()
         try:
             loss, verdict = self._dispatcher.step(program, batches)
         except BaseException as error:
@@ -210,17 +184,10 @@ class Trainer:
                 f"A step failed or was interrupted ({error!r}), so possibly only some weights were "
                 "updated. Resume from the last checkpoint."
             )
-            if "RESOURCE_EXHAUSTED" in str(error):
-                error.add_note(
-                    "The device's memory is full. Pass fewer examples at a time, as micro-batches; "
-                    'use inputs="host"; divide large layers into several; or use less '
-                    "`in_flight_bytes`."
-                )
             raise
         self.steps += 1
         self._verdicts.append((self.steps, verdict))
         self._read_verdicts(1)
-        self._step_s += time.perf_counter() - start
         return loss
 
     def evaluate(
@@ -247,10 +214,9 @@ class Trainer:
 
         They are in pinned host memory.
         """
-        block = self._block(name)
-        masters = []
+        block, masters = self._block(name), list[jax.Array]()
         for bundle, arrays in block.bundles:  # a few leaves on the device at a time
-            leaves = unflat(moved("device", arrays, bundle.large), bundle.shapes)
+            leaves = unflat(moved("device", arrays), bundle.shapes)
             masters += jax.block_until_ready(copied(HOST, [*map(_master, leaves)]))
         return block.tree(masters)
 
@@ -263,14 +229,8 @@ class Trainer:
         return [block.kind.state_of(i, leaf) for i, leaf in enumerate(block.leaves())]
 
     def _block(self, name: int | str) -> Block:
-        layers = range(len(self._blocks) - 1)
-        if name not in ("outer", *layers):
-            raise ValueError(
-                f"There is no layer {name!r}: the layers are 0 to {len(layers) - 1}. Use these "
-                'numbers, and "outer" for the outer weights.'
-            )
         self.wait()
-        return self._blocks[0 if name == "outer" else int(name) + 1]
+        return self._blocks[["outer", *range(len(self._blocks) - 1)].index(name)]
 
     def state(self) -> dict[str, Any]:
         """Copies the state for a checkpoint into NumPy arrays: weights, masters' rests, optimizer.
@@ -288,14 +248,13 @@ class Trainer:
         """
         self.wait()
         progress = self._dispatcher.progress
-        counts = {name: np.array(x) for name, x in progress._asdict().items()}
+        counts = {name: np.array(getattr(progress, name)) for name in SAVED}
         counts |= {"step": np.array(self.steps, np.int32), "names": self._names}
-        counts["token"] = counts["counted"]
         if copy_bytes is None:
             copy_bytes = sum(x.size for block in self._blocks for x in block.kind.weights)
-        snapshot = TrainerSnapshot(self._blocks, copy_bytes, counts, self._processes)
-        running = [x for x in self._updates.snapshots if not x.done]
-        self._updates.snapshots = [*running, snapshot.unsaved]
+        snapshot = TrainerSnapshot(self._blocks, copy_bytes, counts)
+        running = [x for x in self._dispatcher.snapshots if not x.done]
+        self._dispatcher.snapshots = [*running, snapshot.unsaved]
         return snapshot
 
     def wait(self) -> None:
@@ -330,13 +289,20 @@ class Trainer:
         """Reads all verdicts but the last few, and raises an error if a step ends the run."""
         while len(self._verdicts) > unread:
             step, verdict = self._verdicts[0]
-            self._skipped, report = map(int, np.asarray(verdict))
+            skipped, report = map(int, np.asarray(verdict))
             self._verdicts.popleft()  # after the wait, which may be interrupted
-            if report:
+            self._in_a_row = self._in_a_row + 1 if skipped > self._skipped else 0
+            self._skipped = skipped
+            if report or self._in_a_row == _MAX_SKIPPED:
                 self._failure = FloatingPointError(self._explained(report, step))
                 raise self._failure
 
     def _explained(self, report: int, step: int) -> str:
+        if not report:
+            return (
+                f"The last {_MAX_SKIPPED} steps, up to step {step}, were skipped, because their "
+                "losses or gradients were not finite. Look for NaN in the weights and the batches."
+            )
         if report < 0:
             return (
                 f"The gradient of {self._blocks[-1 - report].name} is not finite in step {step}, "

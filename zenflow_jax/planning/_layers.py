@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +13,11 @@ from jaxtyping import PyTree
 
 from zenflow_jax._spec.mesh import ArrayOrShape
 from zenflow_jax._spec.rules import check_one_of
+from zenflow_jax.layerwise._dispatch import AHEAD, fetched_early
 from zenflow_jax.layerwise._optimizer import Kind, flat
 from zenflow_jax.layerwise._programs import trace_model
 from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
-from zenflow_jax.layerwise._updates import AHEAD, fetched_early
 from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._plans import (
     TEMPORARIES,
@@ -110,7 +109,7 @@ def _kinds_of(
 
     @functools.cache
     def kind_of(treedef: Any, leaves: Shapes) -> tuple[Kind, float]:
-        kind, flops = Kind(treedef.unflatten(leaves), optimizer, None), 0.0
+        kind, flops = Kind(treedef.unflatten(leaves), optimizer), 0.0
         for i, (x, state) in enumerate(zip(leaves, kind.states, strict=True)):
             tree = kind.alone(i, *_float32([x]))
             traced = jax.make_jaxpr(optimizer.update)(tree, state, tree)
@@ -148,7 +147,7 @@ def _work_of(
     trees, batch = treedef.unflatten(leaves)
     types = jax.tree.map(lambda x: _at(x, None), batch)
     known, flops = dict[Any, Any](), 0.0
-    program = trace_model(*functions, trees[0], trees[1:], types, None)
+    program = trace_model(*functions, trees[0], trees[1:], types, jax.jit)
     shares = shares_of(batch)
 
     def call(function: Any, *args: PyTree) -> tuple[PyTree, int]:
@@ -179,14 +178,15 @@ def _work_of(
         g = [jax.tree.leaves(new)[j] for j in block.varying]
         run = block.backward(_places(g), _places(varying), several)[several]
         if steps:
-            inputs.append(size([*itertools.compress(kept, block.moves)]))
-            shared |= {id(y): y for y, m in zip(kept, block.moves, strict=True) if not m}
+            inputs.append(size(kept[: block.moving]))
+            shared |= {id(y): y for y in kept[block.moving :]}
         steps.append((run, tree, g, kept))
         carries.append(size(g))
         x, varying = new, g
     share = jax.ShapeDtypeStruct((), jnp.float32)
-    run = program.last(_places(varying), several)
-    (_, g_outer, _), at_loss = call(run, None, share, trees[0], x, batch)
+    run = program.last.backward((), _places(varying), several)[several]
+    kept = [jax.tree.leaves((x, batch))[j] for j in program.last.kept]
+    ((g_outer, _), _), at_loss = call(run, None, trees[0], [share], kept)
     totals = [g_outer, *(_float32(tree) if several else None for tree in trees[1:])]
     for (step, *arguments), total in zip(steps, totals, strict=True):
         temporaries.append(call(step, total, *arguments)[1])
