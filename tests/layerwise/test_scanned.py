@@ -169,11 +169,6 @@ def test_a_run_with_batches_of_two_shapes_resumes_bit_identically_from_shapes():
 CONSTANT = jnp.ones(WIDTH)
 
 
-def changed(params, batch):
-    up = jax.tree.map(jnp.negative, params["layers"]["up"])
-    return loss_fn(params | {"layers": params["layers"] | {"up": up}}, batch)
-
-
 def twice(params, batch):
     return loss_fn(params, batch) + loss_fn(params, batch + 1)
 
@@ -204,7 +199,6 @@ LINE = r"test_scanned\.py:\d+:\d+ \("
 @pytest.mark.parametrize(
     ("loss", "where", "text"),
     [
-        (changed, None, rf"'up'\] is changed before the scan at .*{LINE}loss_fn"),
         (twice, None, rf"'bias'\] is scanned 2 times, at .*{LINE}loss_fn.*ScannedModel\(where"),
         (two_scans, None, rf"'head'\] at .*{LINE}two_scans\) and .*'bias'\] at .*loss_fn\), but"),
         (loss_fn, lambda path, _: "table" in str(path), r"`gather` reads \['table.*\(first\), but"),
@@ -229,18 +223,10 @@ def test_parameters_of_another_model_are_rejected():
     assert len([*split["layers"]]) == len([*split["layers"]]) == LAYERS
     with pytest.raises(ValueError, match="4 functions for 3 layers"):
         layerwise.Trainer(split | {"layers": [*split["layers"]][1:]}, **model.functions, **ADAMW)
-    for change, text in (
-        (
-            {"layers": {name: x[:2] for name, x in params["layers"].items()}},
-            "2, 8.*, but was .*4, 8",
-        ),
-        ({"more": params["head"]}, ", but was absent"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            model.split(params | change)
-    renamed = {f"{name}_2": x for name, x in params.items()}
-    with pytest.raises(ValueError, match="is absent, but was"):
-        model.split(renamed)
+    shorter = params | {"layers": {name: x[:2] for name, x in params["layers"].items()}}
+    for other in (shorter, {f"{name}_2": x for name, x in params.items()}):
+        with pytest.raises(ValueError, match="Other parameters than .*'down'"):
+            model.split(other)
 
 
 def test_a_scan_in_the_other_direction_does_not_resume():

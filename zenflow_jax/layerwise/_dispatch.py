@@ -20,7 +20,7 @@ from zenflow_jax._device.memory import HOST
 from zenflow_jax.layerwise._blocks import Block
 from zenflow_jax.layerwise._optimizer import Bundle
 from zenflow_jax.layerwise._programs import BlockProgram, ModelProgram, Pair, shares_of, trace_model
-from zenflow_jax.layerwise._progress import Judge, Progress
+from zenflow_jax.layerwise._progress import Progress
 from zenflow_jax.layerwise._tracing import key_of, types_of
 from zenflow_jax.layerwise._transfers import moved
 
@@ -57,7 +57,7 @@ class Dispatcher:
         self,
         functions: tuple[Callable, Sequence[Callable], Callable],
         blocks: Sequence[Block],
-        judge: Judge,
+        decisions: tuple[Any, Any],
         progress: Progress,
         in_flight_bytes: int,
         jit: Any,
@@ -65,7 +65,8 @@ class Dispatcher:
         at_once: bool,
         inputs_to_host: bool,
     ):
-        self._functions, self._blocks, self._judge = functions, blocks, judge
+        self._functions, self._blocks = functions, blocks
+        self._note, self._conclude = decisions
         self.progress, self._limit, self._jit = progress, in_flight_bytes, jit
         self._at_once, self._inputs_to_host = at_once, inputs_to_host
         self._sum, self._shares_of = jit(sum), jit(shares_of)
@@ -117,7 +118,7 @@ class Dispatcher:
             self._dispatched(squares)
             if self._at_once:
                 self._update_waiting()
-            self.progress = self._judge.note(self.progress, loss, squares, np.int32(i))
+            self.progress = self._note(self.progress, loss, squares, np.int32(i))
             if not self._at_once:
                 weights = block.weights()
                 if len(departing) >= AHEAD:  # a slow bus would keep them on the device
@@ -130,7 +131,7 @@ class Dispatcher:
         departing.clear()
         self._fetch_early()
         self._update_waiting()
-        self.progress, verdict = self._judge.conclude(self.progress)
+        self.progress, verdict = self._conclude(self.progress)
         return loss, verdict
 
     def _forward(

@@ -26,7 +26,6 @@ from zenflow_jax.layerwise._tracing import (
     text_of,
     traced,
     types_of,
-    varied_by,
 )
 
 # The numbers of arguments of backward programs.
@@ -150,7 +149,7 @@ def _trace_block(
             f"`first` must return (carry, shared), but returned {text_of(carry)}. Return "
             "`(carry, None)` if the layers share nothing."
         )
-    (shapes, treedef), jaxpr = jax.tree.flatten(x), closed.jaxpr
+    shapes, treedef, jaxpr = jax.tree.leaves(x), jax.tree.structure((weights, x)), closed.jaxpr
     begin, count = len(jax.tree.leaves(weights)), len(jaxpr.outvars)
     places = {id(x): i for i, x in enumerate(jaxpr.invars[begin:])}
     passed = {i: places[id(x)] for i, x in enumerate(jaxpr.outvars) if id(x) in places}
@@ -168,17 +167,18 @@ def _trace_block(
     def pull(kept: Sequence[int], weights: PyTree, g: PyTree, inputs: PyTree) -> Any:
         """Returns the loss, and the vector-Jacobian product; recomputes the block."""
         known = dict(zip(kept, inputs, strict=True))
-        leaves = [
+        leaves = jax.tree.leaves(weights)
+        leaves += [
             known[i] if i in known else jnp.zeros(x.shape, x.dtype, device=x.sharding)
             for i, x in enumerate(shapes)
         ]
 
-        def run(*args: PyTree) -> list[Any]:
-            made = jax.tree.leaves(step(*args))
+        def run(parts: list[Any]) -> list[Any]:
+            arguments = dict(enumerate(leaves)) | dict(zip(chosen, parts, strict=True))
+            made = jax.tree.leaves(step(*treedef.unflatten(arguments.values())))
             return [made[i] for i in new]
 
-        varied, parts = varied_by(run, (weights, treedef.unflatten(leaves)), chosen)
-        result, product = jax.vjp(varied, parts)
+        result, product = jax.vjp(run, [leaves[i] for i in chosen])
         (made,) = product([x.astype(y.dtype) for x, y in zip(g, result, strict=True)])
         loss = result[0].astype(jnp.float32) * g[0] if is_last else None
         gradient = dict(zip(trained, made, strict=False))

@@ -42,42 +42,41 @@ def new_progress(sizes: Sequence[int], saved: Mapping[str, Any], everywhere: Any
     return Progress(*(put_everywhere(x, x.shape, everywhere) for x in values))
 
 
-class Judge:
-    """The programs for a step's decisions; all arguments and results stay on the device.
+def decisions(max_grad_norm: float | None, jit: Any, *, at_once: bool) -> tuple[Any, Any]:
+    """Returns two programs for a step's decisions: after each block's gradient, and at the end.
 
     `at_once` is whether blocks are updated before other blocks' gradients are known.
     """
 
-    def __init__(self, max_grad_norm: float | None, jit: Any, *, at_once: bool):
-        @jit
-        def note(progress: Progress, loss: Any, squares: Any, block: Any) -> Progress:
-            """Returns the progress after a block's backward program; higher blocks came before."""
-            finite, known = jnp.isfinite(squares), progress.squares.at[block].set(squares)
-            counts, report = progress.counts & jnp.isfinite(loss), progress.report
-            total, factor = jnp.sum(known), progress.factor
-            if at_once:  # projects the norm from the earlier share of these blocks
-                shares = progress.shares
-                total /= jnp.maximum(jnp.sum(shares, where=jnp.arange(shares.size) >= block), 1e-6)
-                report = jnp.where(counts & ~finite & (report == 0), -1 - block, report)
-            else:
-                counts &= jnp.isfinite(total)
-            if max_grad_norm is not None:
-                factor = max_grad_norm / jnp.maximum(jnp.sqrt(total), max_grad_norm)
-            return progress._replace(factor=factor, counts=counts, report=report, squares=known)
+    @jit
+    def note(progress: Progress, loss: Any, squares: Any, block: Any) -> Progress:
+        """Returns the progress after a block's backward program; higher blocks came before."""
+        finite, known = jnp.isfinite(squares), progress.squares.at[block].set(squares)
+        counts, report = progress.counts & jnp.isfinite(loss), progress.report
+        total, factor = jnp.sum(known), progress.factor
+        if at_once:  # projects the norm from the earlier share of these blocks
+            shares = progress.shares
+            total /= jnp.maximum(jnp.sum(shares, where=jnp.arange(shares.size) >= block), 1e-6)
+            report = jnp.where(counts & ~finite & (report == 0), -1 - block, report)
+        else:
+            counts &= jnp.isfinite(total)
+        if max_grad_norm is not None:
+            factor = max_grad_norm / jnp.maximum(jnp.sqrt(total), max_grad_norm)
+        return progress._replace(factor=factor, counts=counts, report=report, squares=known)
 
-        @jit
-        def conclude(progress: Progress) -> tuple[Progress, Any]:
-            """Returns the next step's first progress, and the verdict: (skipped, report)."""
-            counts = progress.counts.astype(jnp.int32)
-            new = progress.squares / jnp.sum(progress.squares)
-            shares = jnp.where(
-                progress.counts & jnp.all(jnp.isfinite(new)),
-                _MEMORY * progress.shares + (1 - _MEMORY) * new,
-                progress.shares,
-            )
-            skipped, zeros = progress.skipped + 1 - counts, jnp.zeros_like(shares)
-            first = jnp.float32(1), jnp.bool(True), jnp.int32(0), zeros
-            following = Progress(progress.counted + counts, skipped, shares, *first)
-            return following, jnp.stack([skipped, progress.report])
+    @jit
+    def conclude(progress: Progress) -> tuple[Progress, Any]:
+        """Returns the next step's first progress, and the verdict: (skipped, report)."""
+        counts = progress.counts.astype(jnp.int32)
+        new = progress.squares / jnp.sum(progress.squares)
+        shares = jnp.where(
+            progress.counts & jnp.all(jnp.isfinite(new)),
+            _MEMORY * progress.shares + (1 - _MEMORY) * new,
+            progress.shares,
+        )
+        skipped, zeros = progress.skipped + 1 - counts, jnp.zeros_like(shares)
+        first = jnp.float32(1), jnp.bool(True), jnp.int32(0), zeros
+        following = Progress(progress.counted + counts, skipped, shares, *first)
+        return following, jnp.stack([skipped, progress.report])
 
-        self.note, self.conclude = note, conclude
+    return note, conclude

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST, upload
@@ -72,8 +72,7 @@ class ScannedModel:
         *,
         where: Callable[[jax.tree_util.KeyPath, jax.Array], bool] | None = None,
     ):
-        pairs = jax.tree_util.tree_leaves_with_path(as_pure(params))
-        self._names = [plain_name(path) for path, _ in pairs]
+        self._names, pairs = _names(params), jax.tree_util.tree_leaves_with_path(as_pure(params))
         leaves, self._treedef = jax.tree.flatten(params)
         self._loss_fn, self._shapes, batch = loss_fn, _shapes_of(leaves), _shapes_of(batch)
         traced = self._traced(batch)
@@ -90,14 +89,6 @@ class ScannedModel:
             )
         self._stacks, self._length = tuple(stacks), (*self._shapes[stacks[0]].shape, 0)[0]
         cut = self._cut(batch, *traced)
-        outer = [i for i in range(len(pairs)) if i not in stacks]
-        for i in cut.scanned & set(range(len(outer))) if where is None else ():
-            if self._shapes[outer[i]].shape[:1] == (self._length,):
-                raise ValueError(
-                    f"{self._names[outer[i]]} is changed before the scan at {cut.scan.line}, so "
-                    "all of it would be on the device, as an outer weight. Change it in the scan's "
-                    f"body, or pick the stacks with `{_CHOOSER}(where=...)`."
-                )
         self._cuts, self._reverse = {key_of(batch): cut}, cut.scan.reverse
         layers = [_layer] * self._length  # a trainer with fewer layers is an error
         self.functions = {"first": self._first, "layer": layers, "last": self._last}
@@ -110,14 +101,9 @@ class ScannedModel:
         has the structure of `params`, with None in place of all other leaves.
         """
         leaves, treedef = jax.tree.flatten(params)
-        paths, _ = zip(*jax.tree_util.tree_leaves_with_path(as_pure(params)), strict=True)
-        old = {name: text_of(x) for name, x in zip(self._names, self._shapes, strict=True)}
-        new = {plain_name(path): text_of(x) for path, x in zip(paths, leaves, strict=True)}
-        for name in sorted(old.keys() | new.keys()):
-            if (text := new.get(name, "absent")) != (before := old.get(name, "absent")):
-                raise ValueError(
-                    f"{name} is {text}, but was {before}. Pass the same parameters to both calls."
-                )
+        new = {*zip(_names(params), map(text_of, leaves), strict=True)}
+        if different := new ^ {*zip(self._names, map(text_of, self._shapes), strict=True)}:
+            raise ValueError(f"Other parameters than the constructor's: {sorted(different)}.")
         stacks = {i: _slices(self._names[i], leaves[i]) for i in self._stacks}
         outer = (None if i in stacks else x for i, x in enumerate(leaves))
         numbers = range(self._length)[:: -1 if self._reverse else 1]
@@ -194,18 +180,15 @@ class ScannedModel:
             return jax.tree.unflatten(jax.tree.structure(loss), results)
 
         outer = [x for i, x in enumerate(self._shapes) if i not in self._stacks]
-        run_front, (carry, shared), jaxpr = _as_function(front, outer, batch)
-        count = len(jaxpr.outvars)
-        by_layer = [i >= count - len(shared.inputs) for i in range(count)]
-        scanned = live_inputs(jaxpr, by_layer)
+        carry, shared = jax.eval_shape(front, outer, batch)
         made = shared.scan.body.out_avals[len(carry) :]
         outputs = {
             i: jax.ShapeDtypeStruct((self._length, *x.shape), x.dtype) for i, x in enumerate(made)
         }
-        run_behind, _, jaxpr = _as_function(behind, outer, batch, carry, outputs)
+        closed = jax.make_jaxpr(behind)(outer, batch, carry, outputs)
         begin = len(jax.tree.leaves((outer, batch, carry)))
-        read = {i - begin for i in live_inputs(jaxpr) if i >= begin}
-        return _Cut(run_front, run_behind, shared.scan, scanned, outputs, read)
+        read = {i - begin for i in live_inputs(closed.jaxpr) if i >= begin}
+        return _Cut(front, behind, shared.scan, outputs, read)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -226,7 +209,6 @@ class _Cut:
     front: Callable[..., Any]  # (outer leaves, batch) -> carry, shared
     behind: Callable[..., Any]  # (outer leaves, batch, carry, outputs) -> loss
     scan: Scan  # without values
-    scanned: set[int]  # inputs of `front` that change before the scan reads them by layers
     outputs: dict[int, Any]  # shapes of the scan's outputs
     read: set[int]  # the outputs that the loss depends on
 
@@ -289,17 +271,8 @@ class _Cutting(Evaluation):
         return self.results
 
 
-def _as_function(
-    function: Callable[..., PyTree], *shapes: PyTree
-) -> tuple[Callable[..., Any], Any, Any]:
-    """Returns a function that does not trace again, the shapes of its results, and its jaxpr."""
-    closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
-
-    def run(*args: PyTree) -> Any:
-        leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(results), leaves)
-
-    return run, results, closed.jaxpr
+def _names(params: PyTree) -> list[str]:
+    return [plain_name(x) for x, _ in jax.tree_util.tree_leaves_with_path(as_pure(params))]
 
 
 def _shapes_of(tree: PyTree) -> Any:

@@ -72,16 +72,3 @@ def is_float(x: Any) -> bool:
 def live_inputs(jaxpr: Any, outputs: Sequence[bool] | bool = True) -> set[int]:
     """Returns the inputs that the chosen outputs depend on."""
     return {i for i, is_live in enumerate(dce_jaxpr(jaxpr, outputs)[1]) if is_live}
-
-
-def varied_by(
-    function: Callable, args: PyTree, places: Sequence[int]
-) -> tuple[Callable, list[Any]]:
-    """Returns a function of some leaves of its arguments, and these leaves."""
-    leaves, treedef = jax.tree.flatten(args)
-
-    def varied(parts: list[Any]) -> Any:
-        new = dict(enumerate(leaves)) | dict(zip(places, parts, strict=True))
-        return function(*treedef.unflatten(new.values()))
-
-    return varied, [leaves[i] for i in places]

@@ -18,7 +18,7 @@ from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_
 from zenflow_jax.layerwise._blocks import Block, checksum_of_names, devices_of, make_blocks
 from zenflow_jax.layerwise._dispatch import Dispatcher
 from zenflow_jax.layerwise._optimizer import master_of, unflat
-from zenflow_jax.layerwise._progress import SAVED, Judge, new_progress
+from zenflow_jax.layerwise._progress import SAVED, decisions, new_progress
 from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot
 from zenflow_jax.layerwise._transfers import copied, moved
 
@@ -147,7 +147,7 @@ class Trainer:
         self._dispatcher = Dispatcher(
             (first, layers, last),
             blocks,
-            Judge(max_grad_norm, jit, at_once=at_once),
+            decisions(max_grad_norm, jit, at_once=at_once),
             new_progress(sizes, counts, _everywhere(weights[0].sharding)),
             _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes,
             jit,
