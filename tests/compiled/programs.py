@@ -15,7 +15,7 @@ from benchmarks import gpu_program, host_access, program_report
 from train.cli.settings import StepSettings
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
-from zenflow_jax.layerwise._optimizer import Kind, flat
+from zenflow_jax.layerwise._optimizer import Kind
 from zenflow_jax.layerwise._progress import Progress
 
 LAYERS, WIDTH, INNER, CLASSES, ROWS = 4, 256, 1024, 512, 64
@@ -200,7 +200,7 @@ def layer_update() -> Any:
     number, norm, shares = shape(jnp.int32), shape(jnp.float32), shape(jnp.float32, 1)
     progress = Progress(number, number, shares, norm, shape(jnp.bool), number, shares)
     program: Any = bundle.update
-    return program.lower([weight], progress, number, *flat(bundle.shapes)).compile()
+    return program.lower([weight], progress, number, *jax.tree.leaves(bundle.shapes)).compile()
 
 
 AFTER, UNCLIPPED = (("max_grad_norm", 1.0), ("send_gradients", "after_step")), ()

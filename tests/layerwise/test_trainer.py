@@ -78,9 +78,9 @@ def test_a_master_survives_a_weights_rounding():
     numbers = np.arange(-300, 300, dtype=np.float32) / 512 + 1
     master = jnp.asarray(np.concatenate([numbers, 1 / numbers[5:], [3e38, -1e-30, 0.0]]))
     weight = _optimizer._rounded(master, jnp.bfloat16)
-    leaf = _optimizer.Parts(weight, _optimizer._rest(master, weight))
+    made = _optimizer.master_of(weight, _optimizer._rest(master, weight))
     np.testing.assert_array_equal(weight, master.astype(jnp.bfloat16))
-    off = np.asarray(_optimizer.master_of(leaf)).view(np.int32) - np.asarray(master).view(np.int32)
+    off = np.asarray(made).view(np.int32) - np.asarray(master).view(np.int32)
     halfway = np.asarray(master).view(np.int32) & 0xFFFF == 0x8000
     assert set(off[halfway]) == {-1, 0}
     assert not off[~halfway].any()

@@ -21,7 +21,7 @@ from zenflow_jax._device.memory import HOST
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._spec.leaf import DTYPES
 from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.layerwise._optimizer import Bundle, Kind, Parts, flat, unflat
+from zenflow_jax.layerwise._optimizer import Bundle, Kind, Leaf
 from zenflow_jax.layerwise._separable import check_separable, leaf_name
 from zenflow_jax.layerwise._transfers import copied, moved
 
@@ -45,22 +45,23 @@ class Block:
     def weights(self) -> list[jax.Array]:
         return [x for bundle, arrays in self.bundles for x in arrays[: len(bundle.places)]]
 
-    def leaves(self) -> list[Parts]:
-        return [x for bundle, arrays in self.bundles for x in unflat(arrays, bundle.shapes)]
+    def leaves(self) -> list[Leaf]:
+        return [x for bundle, arrays in self.bundles for x in bundle.leaves(arrays)]
 
     def paths(self) -> list[str]:
         return [leaf_name(self.name, path) for path in self.kind.paths]
 
     def fill(self, given: Sequence[Any], saved: Any) -> None:
         """Makes the arrays from the user's leaves or from a saved state."""
-        paths, shapes = self.paths(), self.kind.shapes
+        paths = self.paths()
         for bundle in self.kind.bundles:
             if saved is None:
                 arrays = bundle.init([_on_device(paths[i], given[i]) for i in bundle.places])
                 arrays = moved(HOST, arrays)
             else:
-                read = (saved.read(self.number + i, paths[i], shapes[i]) for i in bundle.places)
-                arrays = flat([*read])
+                shapes = zip(bundle.places, *bundle.shapes, strict=True)
+                read = [saved.read(self.number + i, paths[i], leaf) for i, *leaf in shapes]
+                arrays = [x for x, *_ in read] + [x for _, *others in read for x in others]
             # The user may reuse NumPy's memory, and the device holds one bundle at a time.
             self.arrays.append(jax.block_until_ready(arrays))
 
@@ -152,7 +153,7 @@ def checksum_of_names(blocks: Sequence[Block]) -> np.ndarray:
     """
     names = []
     for block in blocks:
-        for path, state in zip(block.paths(), block.kind.states, strict=True):
+        for path, (_, state) in zip(block.paths(), block.kind.others, strict=True):
             inner = (jax.tree_util.keystr(x) for x, _ in jax.tree_util.tree_leaves_with_path(state))
             names.append("/".join((path, *inner)))
     # flax nnx adds the suffix, or not, to the same parameter.

@@ -8,11 +8,11 @@ whole tree.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -20,43 +20,31 @@ from jaxtyping import PyTree
 from zenflow_jax.layerwise._progress import Progress
 from zenflow_jax.layerwise._transfers import bytes_here, is_large, large_bytes
 
-#: The dtype of `rest` for each dtype of a weight.
-_REST = {np.dtype(jnp.bfloat16): jnp.int16}
 #: Neighbouring leaves are updated together, by one program, up to this size.
 _BUNDLE_BYTES = 32 * 1024**2
 
-
-class Parts(NamedTuple):
-    """A trained leaf: its weight, and the arrays that only updates read."""
-
-    weight: Any
-    others: tuple[Any, ...]  # `rest`, if any, and the leaves of the optimizer's state
-
-
-def flat(parts: Sequence[Parts]) -> list[Any]:
-    """Returns the arrays of some leaves: first their weights, then their other arrays."""
-    return [x.weight for x in parts] + [x for leaf in parts for x in leaf.others]
-
-
-def unflat(arrays: Sequence[Any], shapes: Sequence[Parts]) -> list[Parts]:
-    """Undoes `flat`, for leaves of these shapes."""
-    left = iter(arrays[len(shapes) :])
-    leaves = zip(arrays, shapes, strict=False)
-    return [Parts(x, tuple(next(left) for _ in shape.others)) for x, shape in leaves]
+# A trained leaf: its weight, and what only updates read: (`rest` or None, the optimizer's state).
+Leaf = tuple[Any, tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bundle:
-    """Neighbouring leaves of a block that one program updates; its arrays are `flat`."""
+    """Neighbouring leaves of a block that one program updates.
+
+    Its arrays are a list: first the weights, then the other arrays.
+    """
 
     places: range
-    shapes: tuple[Parts, ...]  # with shardings in device memory
+    shapes: Any  # ([weight, ...], [(rest, state), ...]), with shardings in device memory
     nbytes: int  # of the large arrays, and of those that only updates read, on one device
     others_nbytes: int
     init: Callable[..., list[Any]]  # (weights) -> arrays
     # (gradients, progress, number, *arrays) -> new arrays, in the memory of the large ones, and the
     # progress' new report; `number` is the first leaf's
     update: Callable[..., tuple[list[Any], Any]]
+
+    def leaves(self, arrays: Sequence[Any]) -> list[Leaf]:
+        return _leaves_of(self.shapes, arrays)
 
 
 class Kind:
@@ -75,11 +63,8 @@ class Kind:
         self.paths, self.weights = [path for path, _ in pairs], [x for _, x in pairs]
         self.optimizer, self.trains = optimizer or optax.identity(), optimizer is not None
         self._jit = jit
-        masters = [x.update(dtype=jnp.float32, sharding=None) for x in self.weights]
-        alone = (self.alone(i, x) for i, x in enumerate(masters))
-        #: The shapes of each leaf's state, as the optimizer's tree.
-        self.states = [jax.eval_shape(self.optimizer.init, x) for x in alone]
-        self.shapes = [*map(self._parts, self.weights, self.states)]
+        #: Each leaf's other arrays, as shapes.
+        self.others = [*map(self._shapes_of_others, range(len(pairs)), self.weights)]
         self.weights_nbytes = large_bytes(self.weights)
         self.bundles = [*self._bundles()]
         self.nbytes = sum(bundle.nbytes for bundle in self.bundles)
@@ -89,38 +74,31 @@ class Kind:
         count = self.treedef.num_leaves
         return self.treedef.unflatten([x if i == place else None for i in range(count)])
 
-    def state_of(self, place: int, leaf: Parts) -> Any:
-        """Returns a leaf's optimizer state as the optimizer's tree."""
-        structure = jax.tree.structure(self.states[place])
-        return structure.unflatten(leaf.others[len(leaf.others) - structure.num_leaves :])
-
-    def _parts(self, weight: Any, state: PyTree) -> Parts:
-        rest = _REST.get(np.dtype(weight.dtype)) if self.trains else None
-        shapes = [] if rest is None else [jax.ShapeDtypeStruct(weight.shape, rest)]
-        return Parts(weight, tuple(_placed(x, weight) for x in (*shapes, *jax.tree.leaves(state))))
-
     def _bundles(self) -> Iterator[Bundle]:
-        sizes = [sum(map(bytes_here, flat([leaf]))) for leaf in self.shapes]
+        leaves = zip(self.weights, self.others, strict=True)
+        sizes = [sum(map(bytes_here, jax.tree.leaves(leaf))) for leaf in leaves]
         begin = 0
         for end in range(1, len(sizes) + 1):
             if end < len(sizes) and sum(sizes[begin : end + 1]) <= _BUNDLE_BYTES:
                 continue
-            places, shapes = range(begin, end), tuple(self.shapes[begin:end])
-            arrays = flat(shapes)
-            sizes_here = large_bytes(arrays), large_bytes(arrays[len(shapes) :])
+            shapes = self.weights[begin:end], self.others[begin:end]
+            sizes_here = large_bytes(shapes), large_bytes(shapes[1])
+            places = range(begin, end)
             yield Bundle(places, shapes, *sizes_here, *self._programs(places, shapes))
             begin = end
 
-    def _programs(self, places: range, shapes: tuple[Parts, ...]) -> tuple[Any, Any]:
+    def _programs(self, places: range, shapes: Any) -> tuple[Any, Any]:
         """Returns a bundle's programs."""
 
         def init(weights: Sequence[Any]) -> list[Any]:
             # Otherwise the results would be the caller's arrays.
-            return flat([*map(self._made, places, map(jnp.copy, weights))])
+            weights = [*map(jnp.copy, weights)]
+            return jax.tree.leaves((weights, [*map(self._new, places, weights)]))
 
         def update(g: Any, progress: Progress, number: Any, *old: Any) -> Any:
-            leaves = zip(places, unflat(old, shapes), g, strict=True)
-            new = flat([self._updated(*x, progress.factor) for x in leaves])
+            leaves = zip(places, _leaves_of(shapes, old), g, strict=True)
+            pairs = [self._updated(*x, progress.factor) for x in leaves]
+            new = jax.tree.leaves([*zip(*pairs, strict=True)])
             kept = [jnp.where(progress.counts, *x) for x in zip(new, old, strict=True)]
             report = progress.report
             # Of the weights, because a check of the update would keep it in a float32 array.
@@ -129,28 +107,38 @@ class Kind:
                 report = jnp.where(is_first, number + (1 + n), report)
             return kept, report
 
+        arrays = jax.tree.leaves(shapes)
         # Small arrays stay on the device, where a save or a caller may hold them.
-        large = [3 + i for i, x in enumerate(flat(shapes)) if is_large(x)]
-        where = [x.sharding for x in flat(shapes)]
+        large = [3 + i for i, x in enumerate(arrays) if is_large(x)]
+        where = [x.sharding for x in arrays]
         return (
             self._jit(init, out_shardings=where),
             self._jit(update, donate_argnums=large, out_shardings=(where, None)),
         )
 
-    def _made(self, place: int, weight: Any) -> Parts:
-        if not self.trains:
-            return Parts(weight, ())
-        master = weight.astype(jnp.float32)
-        state = self.optimizer.init(self.alone(place, master))
-        return Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))
+    def _shapes_of_others(self, place: int, weight: jax.ShapeDtypeStruct) -> Any:
+        shapes = jax.eval_shape(partial(self._new, place), weight.update(sharding=None))
+        return jax.tree.map(partial(_placed, leaf=weight), shapes)
 
-    def _updated(self, place: int, leaf: Parts, gradient: Any, factor: Any) -> Parts:
-        params, state = self.alone(place, master_of(leaf)), self.state_of(place, leaf)
+    def _new(self, place: int, weight: Any) -> tuple[Any, Any]:
+        """Returns a new leaf's other arrays."""
+        master = weight.astype(jnp.float32)
+        rest = _rest(master, weight) if self.trains else None
+        return rest, self.optimizer.init(self.alone(place, master))
+
+    def _updated(self, place: int, leaf: Leaf, gradient: Any, factor: Any) -> Leaf:
+        weight, (rest, state) = leaf
+        params = self.alone(place, master_of(weight, rest))
         g = self.alone(place, gradient.astype(jnp.float32) * factor)
         change, state = self.optimizer.update(g, state, params)
         (master,) = jax.tree.leaves(optax.apply_updates(params, change))
-        weight = _rounded(master, leaf.weight.dtype)
-        return Parts(weight, (*_rest(master, weight), *jax.tree.leaves(state)))
+        weight = _rounded(master, weight.dtype)
+        return weight, (_rest(master, weight), state)
+
+
+def _leaves_of(shapes: Any, arrays: Sequence[Any]) -> list[Leaf]:
+    weights, others = jax.tree.structure(shapes).unflatten(arrays)
+    return [*zip(weights, others, strict=True)]
 
 
 def _rounded(master: Any, dtype: Any) -> Any:
@@ -160,7 +148,7 @@ def _rounded(master: Any, dtype: Any) -> Any:
     return master.astype(dtype)
 
 
-def _rest(master: Any, weight: Any) -> tuple[Any, ...]:
+def _rest(master: Any, weight: Any) -> Any:
     """Returns the rest of a master beside its weight.
 
     A bfloat16 number is the upper 16 bits of a float32 number, so the rest is a difference of bits.
@@ -168,17 +156,17 @@ def _rest(master: Any, weight: Any) -> tuple[Any, ...]:
     an int16, so they move by one float32 unit.
     """
     if weight.dtype == jnp.float32:
-        return ()
+        return None
     rest = _bits(master) - _bits(weight.astype(jnp.float32))
-    return (jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16),)
+    return jnp.clip(rest, -(2**15), 2**15 - 1).astype(jnp.int16)
 
 
-def master_of(leaf: Parts) -> Any:
+def master_of(weight: Any, rest: Any) -> Any:
     """Returns a leaf's float32 weight."""
-    if leaf.weight.dtype == jnp.float32 or not leaf.others:  # without an optimizer
-        return leaf.weight.astype(jnp.float32)
-    bits = _bits(leaf.weight.astype(jnp.float32)) + leaf.others[0].astype(jnp.int32)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    weight = weight.astype(jnp.float32)
+    if rest is None:  # of float32, or without an optimizer
+        return weight
+    return jax.lax.bitcast_convert_type(_bits(weight) + rest.astype(jnp.int32), jnp.float32)
 
 
 def _bits(x: Any) -> Any:

@@ -22,7 +22,7 @@ from zenflow_jax._checkpoint.stored import StoredArray, write_state
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.layerwise._blocks import Block, devices_of
-from zenflow_jax.layerwise._optimizer import Parts, flat, unflat
+from zenflow_jax.layerwise._optimizer import Leaf
 from zenflow_jax.layerwise._transfers import is_large
 
 #: The number of the layout, in the name of an array.
@@ -34,11 +34,11 @@ _LAYOUT = {LAYOUT_NAME: np.array(2, np.int32)}
 class _Kept:
     """A bundle's arrays, as a `Snapshot` knows leaves. They never change, so none is copied."""
 
-    leaves: Sequence[Parts]
+    leaves: Sequence[Leaf]
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in flat(self.leaves))
+        return sum(x.nbytes for x in jax.tree.leaves(self.leaves))
 
     def alias(self) -> "_Kept":
         return self
@@ -53,12 +53,13 @@ class TrainerSnapshot:
     """
 
     def __init__(self, blocks: Sequence[Block], kept_bytes: int, counts: Mapping[str, np.ndarray]):
-        self._shapes = [leaf for block in blocks for leaf in block.kind.shapes]
+        kinds = [block.kind for block in blocks]
+        self._shapes = [x for kind in kinds for x in zip(kind.weights, kind.others, strict=True)]
         self._small = {"counts": dict(counts), "layout": _LAYOUT}
         # Each of these writes a file.
         self._processes = sorted({device.process_index for device in devices_of(blocks)})
         kept = {
-            block.number + bundle.places.start: _Kept(unflat(arrays, bundle.shapes))
+            block.number + bundle.places.start: _Kept(bundle.leaves(arrays))
             for block in blocks
             for bundle, arrays in block.bundles
         }
@@ -120,13 +121,13 @@ class SavedState:
         self.counts: Mapping[str, Any] = state["counts"]
         self._leaves, self._checksums = state["leaves"], state.get("checksums", {})
 
-    def read(self, number: int, path: str, shapes: Parts) -> Parts:
+    def read(self, number: int, path: str, shapes: Leaf) -> list[jax.Array]:
         """Returns a leaf's arrays, in the memory where they wait."""
         saved = self._leaves[number] if number < len(self._leaves) else {}
         expected = {name: (_saved_shape(x), x.dtype) for name, x in _named(shapes)}
         if {name: (tuple(x.shape), x.dtype) for name, x in saved.items()} != expected:
             raise UnfitRunError(
-                f"{path} {list(shapes.weight.shape)} or its optimizer state has other shapes in "
+                f"{path} {list(shapes[0].shape)} or its optimizer state has other shapes in "
                 "`state`. Resume with the saved run's model and optimizer."
             )
         arrays = []
@@ -136,7 +137,7 @@ class SavedState:
                 checksums = self._checksums[str(number)][name]
                 values = _checked(values, checksums, f"{name} of {path}")
             arrays.append(_array(values, shape))
-        return Parts(arrays[0], tuple(arrays[1:]))
+        return arrays
 
 
 def _array(saved: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -188,10 +189,10 @@ def _checksum(x: np.ndarray) -> int:
     return zlib.crc32(x.reshape(-1).view(np.uint8).data)
 
 
-def _named(leaf: Parts) -> Iterator[tuple[str, Any]]:
+def _named(leaf: Leaf) -> Iterator[tuple[str, Any]]:
     """Yields the arrays of a leaf with the names under which they are saved."""
-    yield "weight", leaf.weight
-    yield from ((f"array_{i}", x) for i, x in enumerate(leaf.others))
+    yield "weight", leaf[0]
+    yield from ((f"array_{i}", x) for i, x in enumerate(jax.tree.leaves(leaf[1])))
 
 
 def _pieces(x: Any) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from zenflow_jax._spec.arguments import check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax.layerwise._blocks import Block, checksum_of_names, devices_of, make_blocks
 from zenflow_jax.layerwise._dispatch import Dispatcher
-from zenflow_jax.layerwise._optimizer import master_of, unflat
+from zenflow_jax.layerwise._optimizer import master_of
 from zenflow_jax.layerwise._progress import SAVED, decisions, new_progress
 from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot
 from zenflow_jax.layerwise._transfers import copied, moved
@@ -216,8 +216,9 @@ class Trainer:
         """
         block, masters = self._block(name), list[jax.Array]()
         for bundle, arrays in block.bundles:  # a few leaves on the device at a time
-            leaves = unflat(moved("device", arrays), bundle.shapes)
-            masters += jax.block_until_ready(copied(HOST, [*map(_master, leaves)]))
+            leaves = bundle.leaves(moved("device", arrays))
+            made = [_master(weight, rest) for weight, (rest, _) in leaves]
+            masters += jax.block_until_ready(copied(HOST, made))
         return block.tree(masters)
 
     def optimizer_states(self, name: int | str) -> list[Any]:
@@ -225,8 +226,7 @@ class Trainer:
 
         Each is for the layer's tree with None in place of all other leaves.
         """
-        block = self._block(name)
-        return [block.kind.state_of(i, leaf) for i, leaf in enumerate(block.leaves())]
+        return [state for _, (_, state) in self._block(name).leaves()]
 
     def _block(self, name: int | str) -> Block:
         self.wait()
@@ -317,7 +317,7 @@ class Trainer:
         )
 
 
-_master = jax.jit(lambda leaf: jnp.copy(master_of(leaf)))  # never the trainer's own array
+_master = jax.jit(lambda *leaf: jnp.copy(master_of(*leaf)))  # never the trainer's own array
 
 
 def _everywhere(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 # for each array, which waits for its turn among the device's programs (jax 0.10.2 to 0.12.0).
 from jax._src.interpreters import pxla
 from jaxlib import xla_client
+from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST
 
@@ -54,9 +55,9 @@ def is_large(x: Any) -> bool:
     return _nbytes(x) >= SMALL_BYTES
 
 
-def large_bytes(arrays: Sequence[Any]) -> int:
+def large_bytes(tree: PyTree) -> int:
     """Returns the bytes on one device of the arrays that wait in host memory."""
-    return sum(bytes_here(x) for x in arrays if is_large(x))
+    return sum(bytes_here(x) for x in jax.tree.leaves(tree) if is_large(x))
 
 
 def bytes_here(x: Any) -> int:

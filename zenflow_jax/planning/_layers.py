@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from zenflow_jax._spec.mesh import ArrayOrShape
 from zenflow_jax._spec.rules import check_one_of
 from zenflow_jax.layerwise._dispatch import AHEAD, fetched_early
-from zenflow_jax.layerwise._optimizer import Kind, flat
+from zenflow_jax.layerwise._optimizer import Kind
 from zenflow_jax.layerwise._programs import trace_model
 from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
@@ -86,7 +86,9 @@ def plan_layerwise(
         weights,
         device=fullest,
         host={name: devices_of(weights) * x for name, x in host.items()},
-        checkpoint=sum(nbytes(x) for kind in kinds for x in flat(kind.shapes)),
+        checkpoint=sum(
+            nbytes(x) for kind in kinds for x in jax.tree.leaves((kind.weights, kind.others))
+        ),
         flops=micro_batches * work.flops + updates_flops,
         to_device=2 * sum(w) - w[0] - w[-1] * (len(w) > 1) + sum(u) + sweep + kept,
         to_host=sum(w) + sum(u) + sent + kept,
@@ -110,7 +112,7 @@ def _kinds_of(
     @functools.cache
     def kind_of(treedef: Any, leaves: Shapes) -> tuple[Kind, float]:
         kind, flops = Kind(treedef.unflatten(leaves), optimizer), 0.0
-        for i, (x, state) in enumerate(zip(leaves, kind.states, strict=True)):
+        for i, (x, (_, state)) in enumerate(zip(leaves, kind.others, strict=True)):
             tree = kind.alone(i, *_float32([x]))
             traced = jax.make_jaxpr(optimizer.update)(tree, state, tree)
             flops += products(traced.jaxpr) * nbytes_here(x) / max(nbytes(x), 1)
