@@ -123,6 +123,29 @@ def trace_model(
     return ModelProgram(blocks, end, weight)
 
 
+def _trace_step(
+    name: str, function: Callable, weights: PyTree, x: PyTree
+) -> tuple[Callable, Any, Any]:
+    """Returns a function of weights and input, its jaxpr and the shapes of its results."""
+    step: Callable = {
+        "`first`": function,
+        "`last`": lambda weights, x: function(weights, x[0][0], x[1]),
+    }.get(name, lambda weights, x: (function(weights, *x), x[1]))
+    closed, carry = traced(name, step, types_of(weights), x)
+    if name == "`last`":
+        if getattr(carry, "shape", None) != () or not is_float(carry):
+            raise TypeError(
+                "`last` must return a float scalar as the loss, or a `layerwise.WeightedLoss`, but "
+                f"its loss is {text_of(carry)}."
+            )
+    elif not (isinstance(carry, tuple) and len(carry) == 2):
+        raise TypeError(
+            f"`first` must return (carry, shared), but returned {text_of(carry)}. Return "
+            "`(carry, None)` if the layers share nothing."
+        )
+    return step, closed.jaxpr, carry
+
+
 def _trace_block(
     name: str,
     function: Callable,
@@ -133,32 +156,17 @@ def _trace_block(
 ) -> BlockProgram:
     """Traces a function; `varying` are the leaves of the input that have a gradient."""
     is_first, is_last = name == "`first`", name == "`last`"
-    step: Callable[..., Any] = function
-    if is_last:
-        step = lambda weights, x: function(weights, x[0][0], x[1])  # noqa: E731
-    elif not is_first:
-        step = lambda weights, x: (function(weights, *x), x[1])  # noqa: E731
-    closed, carry = traced(name, step, types_of(weights), x)
-    if is_last and not (getattr(carry, "shape", None) == () and is_float(carry)):
-        raise TypeError(
-            "`last` must return a float scalar as the loss, or a `layerwise.WeightedLoss`, but "
-            f"its loss is {text_of(carry)}."
-        )
-    if not is_last and not (isinstance(carry, tuple) and len(carry) == 2):
-        raise TypeError(
-            f"`first` must return (carry, shared), but returned {text_of(carry)}. Return "
-            "`(carry, None)` if the layers share nothing."
-        )
-    shapes, treedef, jaxpr = jax.tree.leaves(x), jax.tree.structure((weights, x)), closed.jaxpr
+    step, jaxpr, carry = _trace_step(name, function, weights, x)
+    shapes, treedef = jax.tree.leaves(x), jax.tree.structure((weights, x))
     begin, count = len(jax.tree.leaves(weights)), len(jaxpr.outvars)
     places = {id(x): i for i, x in enumerate(jaxpr.invars[begin:])}
     passed = {i: places[id(x)] for i, x in enumerate(jaxpr.outvars) if id(x) in places}
     reached = [live_inputs(jaxpr, [i == j for j in range(count)]) for i in range(count)]
     trained = [i for i in range(begin) if not is_last or i in reached[0]]
     chosen = *trained, *(begin + i for i in varying)
-    varies = (is_last or not reached[i].isdisjoint(chosen) for i in range(count))
-    made = jax.tree.leaves(carry)
-    new = tuple(i for i, x in enumerate(varies) if x and is_float(made[i]))
+    depends = [is_last or not live.isdisjoint(chosen) for live in reached]
+    made = enumerate(jax.tree.leaves(carry))
+    new = tuple(i for i, x in made if is_float(x) and depends[i])
 
     def forward(weights: PyTree, x: PyTree) -> list[jax.Array]:
         made = jax.tree.leaves(step(weights, x))
