@@ -177,10 +177,8 @@ def _placed(x: Any, leaf: Any) -> Any:
     """Returns the shape of a state's array with the leaf's sharding if this divides it evenly."""
     sharding = leaf.sharding
     if x.shape != leaf.shape and isinstance(sharding, NamedSharding):
-        whole = NamedSharding(sharding.mesh, PartitionSpec())
-        try:
-            sharding.shard_shape(x.shape)
-        except ValueError:
-            sharding = whole
-        sharding = sharding if len(x.shape) == len(leaf.shape) else whole
+        sizes = zip(x.shape, sharding.shard_shape(leaf.shape), leaf.shape, strict=False)
+        fits = all(n * shard % max(whole, 1) == 0 for n, shard, whole in sizes)
+        if not fits or len(x.shape) != len(leaf.shape):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
