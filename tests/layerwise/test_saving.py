@@ -63,31 +63,6 @@ def test_a_save_has_the_arrays_of_its_moment_though_all_of_them_are_replaced(tmp
     check_equal(jax.tree.map(np.asarray, got["leaves"]), expected["leaves"])
 
 
-def test_leaves_with_one_path_and_empty_leaves_are_saved_by_their_position(tmp_path):
-    draw = np.random.default_rng(0).normal
-    params = {
-        "outer": {"a": {"b": draw(size=(4, 4))}, "a.b": draw(size=(4, 4)), "none": np.ones((0, 3))},
-        "layers": [draw(size=(4, 4))],
-    }
-    params = jax.tree.map(np.float32, params)
-    options = {
-        "first": lambda outer, x: (x, None),
-        "layer": lambda w, x, _: x @ w,
-        "last": lambda outer, x, _: jnp.mean((x @ (outer["a"]["b"] - 2 * outer["a.b"])) ** 2),
-        "optimizer": ADAMW,
-    }
-    x = np.ones((2, 4), np.float32)
-    with layerwise.Trainer(params, **options) as trainer:
-        trainer.step(x)
-        trainer.snapshot().write(tmp_path)
-        trainer.step(x)
-        expected = trainer.params()
-    state = zenflow_jax.EngineCheckpointHandler().restore(tmp_path)
-    with layerwise.Trainer(params, **options, state=state) as trainer:
-        trainer.step(x)
-        check_equal(trainer.params(), expected)
-
-
 def test_a_damaged_file_is_refused_by_the_name_of_the_leaf(tmp_path):
     with layerwise.Trainer(new_params(), **MODEL, optimizer=ADAMW) as trainer:
         trainer.step(BATCHES[0])

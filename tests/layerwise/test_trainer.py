@@ -61,18 +61,6 @@ def test_a_run_equals_adamw(updates, parts, inputs):
         assert (trainer.steps, int(trainer.skipped)) == (len(BATCHES), 0)
 
 
-def test_low_precision_weights_are_the_casts_of_float32_masters():
-    dtype = jnp.bfloat16
-    optimizer = optax.adamw(1e-2)
-    with layerwise.Trainer(new_params(dtype), **MODEL, optimizer=optimizer) as trainer:
-        for batch in BATCHES:
-            loss = trainer.step(batch)
-        masters, params = masters_of(trainer), trainer.params()
-    _, losses = reference(optimizer, new_params(), BATCHES)
-    assert float(loss) == pytest.approx(losses[-1], rel=2e-2)
-    check_equal(jax.tree.map(lambda x: x.astype(dtype), masters), params)
-
-
 def test_a_master_survives_a_weights_rounding():
     # 1 + n / 512 needs two more bits than bfloat16 has; a halfway case may move by one unit.
     numbers = np.arange(-300, 300, dtype=np.float32) / 512 + 1
@@ -124,6 +112,10 @@ def test_without_clipping_both_orders_of_updates_and_any_bytes_in_flight_give_th
                 for batch in BATCHES[:3]:
                     trainer.step(batch)
                 results.append(masters_of(trainer))
+                params = trainer.params()
+    # Weights are the casts of masters, which have more bits.
+    check_equal(jax.tree.map(lambda x: x.astype(jnp.bfloat16), results[0]), params)
+    assert not np.array_equal(results[0]["outer"]["head"], jnp.float32(params["outer"]["head"]))
     for result in results[1:]:
         check_equal(result, results[0])
 
@@ -154,16 +146,13 @@ def weighing(outer, x, batch):
     return layerwise.WeightedLoss((losses * counted).sum() / jnp.maximum(targets, 1), targets)
 
 
-@pytest.mark.parametrize("updates", ["after_backward", "during_backward"])
-def test_micro_batches_are_weighted(updates):
+def test_micro_batches_are_weighted():
     def whole(params, batch):
         return loss_of(params, batch, ends=(first, lambda *args: weighing(*args)[0]))
 
     expected, losses = reference(optax.adamw(1e-2), new_params(), BATCHES, whole)
     model = MODEL | {"last": weighing}
-    with layerwise.Trainer(
-        new_params(), **model, optimizer=optax.adamw(1e-2), updates=updates
-    ) as trainer:
+    with layerwise.Trainer(new_params(), **model, optimizer=optax.adamw(1e-2)) as trainer:
         got = [float(trainer.step(*np.split(batch, 4))) for batch in BATCHES]
         np.testing.assert_allclose(got, losses, rtol=1e-5)
         check_close(trainer.params(), expected)

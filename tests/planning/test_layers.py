@@ -125,19 +125,6 @@ def test_a_step_takes_as_long_as_its_bottleneck_and_the_copies_that_nothing_hide
     assert planned(device=device).exposed == (1 + LAYERS) * 7 * ONE
 
 
-def test_plans_of_other_optimizers_and_orders_compile_nothing_again(monkeypatch):
-    compiled, compile_ = [], jax.stages.Lowered.compile
-    monkeypatch.setattr(
-        jax.stages.Lowered, "compile", lambda x, *args: compiled.append(x) or compile_(x, *args)
-    )
-    batch = jnp.ones((2, WIDTH), jnp.bfloat16)
-    for options in ({}, {"optimizer": optax.sgd(1.0)}, {"updates": "during_backward"}):
-        plan = planned(batch, compiles=True, **options)
-        assert TEMPORARIES in plan.device
-    # Both passes of `first` and of a layer, and `last`.
-    assert len(compiled) == 5
-
-
 def test_micro_batches_share_one_fetch_and_updates_count_their_products():
     whole, parts = planned(), planned(micro_batches=4)
     assert (parts.to_device, parts.flops) == (whole.to_device, 4 * whole.flops)

@@ -150,16 +150,3 @@ def test_gpus_are_recognized_by_driver_names_and_host_memory_grows_with_their_nu
     names |= {"NVIDIA A100-PCIE-80GB": GPUS["a100"], "NVIDIA GeForce RTX 3080": None}
     for Device.device_kind, gpu in names.items():
         assert library.gpu_here() is gpu
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"host_state": "Compact"}, "must be one of 'float32', 'compact', got 'Compact'"),
-        ({"prefetch_bytes": -1}, "`prefetch_bytes` must be .*got -1"),
-        ({"device": "v100"}, "must be one of h100, .*got 'v100'"),
-    ],
-)
-def test_an_unknown_device_or_host_state_is_rejected(options, match):
-    with pytest.raises(ValueError, match=match):
-        library.plan(*step_of(), **options)
