@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
@@ -21,7 +20,7 @@ from zenflow_jax._device.memory import HOST
 from zenflow_jax._exchange.pinned import check_pinned
 from zenflow_jax._spec.leaf import DTYPES
 from zenflow_jax._spec.rules import UnfitRunError
-from zenflow_jax.layerwise._optimizer import Bundle, Kind, Leaf
+from zenflow_jax.layerwise._optimizer import Bundle, Kind
 from zenflow_jax.layerwise._separable import check_separable, leaf_name
 from zenflow_jax.layerwise._transfers import copied, moved
 
@@ -44,9 +43,6 @@ class Block:
 
     def weights(self) -> list[jax.Array]:
         return [x for bundle, arrays in self.bundles for x in arrays[: len(bundle.places)]]
-
-    def leaves(self) -> list[Leaf]:
-        return [x for bundle, arrays in self.bundles for x in bundle.leaves(arrays)]
 
     def paths(self) -> list[str]:
         return [leaf_name(self.name, path) for path in self.kind.paths]
@@ -119,22 +115,17 @@ def devices_of(blocks: Sequence[Block]) -> set[Any]:
 
 
 def _shape_of(path: str, x: Any) -> jax.ShapeDtypeStruct:
-    if not hasattr(x, "dtype") and not isinstance(x, float | int | list | tuple):
+    if not hasattr(x, "dtype") or x.dtype not in DTYPES:
         raise TypeError(
-            f"{path} is a {type(x).__name__}, not an array. Pass only arrays; with equinox, "
-            "`eqx.filter(block, eqx.is_inexact_array)`."
+            f"{path} is {getattr(x, 'dtype', x)}, but weights must be float32 or bfloat16 arrays. "
+            "Pass other arrays in the batch, or return them from `first` in `shared`; with "
+            "equinox, use `eqx.filter(block, eqx.is_inexact_array)`."
         )
-    if (dtype := jnp.result_type(x)) not in DTYPES:
-        raise TypeError(
-            f"{path} is {dtype.name}, but weights must be float32 or bfloat16. Pass "
-            "arrays that are not weights in the batch, or return them from `first` in `shared`."
-        )
-    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        where: Any = SingleDeviceSharding(jax.local_devices()[0])
-    elif (where := x.sharding) is None:
+    first_device = SingleDeviceSharding(jax.local_devices()[0])
+    where: Any = getattr(x, "sharding", first_device)
+    if where is None:
         raise TypeError(f"{path} has a shape without a sharding. Pass `sharding=` to its struct.")
-    where = where.with_memory_kind("device")
-    return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=where)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.with_memory_kind("device"))
 
 
 def _on_device(path: str, x: Any) -> jax.Array:
@@ -142,8 +133,7 @@ def _on_device(path: str, x: Any) -> jax.Array:
         raise TypeError(f"{path} has a shape but no values. Pass an array, or pass `state`.")
     if isinstance(x, jax.Array):
         return x if x.sharding.memory_kind == "device" else copied("device", [x])[0]
-    shape = _shape_of(path, x)
-    return jax.device_put(np.asarray(x, shape.dtype), shape.sharding)
+    return jax.device_put(x, jax.local_devices()[0])
 
 
 def checksum_of_names(blocks: Sequence[Block]) -> np.ndarray:

@@ -226,7 +226,8 @@ class Trainer:
 
         Each is for the layer's tree with None in place of all other leaves.
         """
-        return [state for _, (_, state) in self._block(name).leaves()]
+        leaves = (bundle.leaves(arrays) for bundle, arrays in self._block(name).bundles)
+        return [state for bundle in leaves for _, (_, state) in bundle]
 
     def _block(self, name: int | str) -> Block:
         self.wait()

@@ -43,7 +43,7 @@ def moved(kind: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 @functools.lru_cache(maxsize=4096)
 def _target(aval: Any, sharding: Any, kind: str, least_bytes: int) -> tuple[Any, Any, Any] | None:
     """Returns a copy's sharding and devices, and a function that gives it its type."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or _nbytes(aval) < least_bytes:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or nbytes(aval) < least_bytes:
         return None
     new = sharding.with_memory_kind(kind)
     aval = aval.update(memory_space=_SPACES[kind])
@@ -52,7 +52,7 @@ def _target(aval: Any, sharding: Any, kind: str, least_bytes: int) -> tuple[Any,
 
 def is_large(x: Any) -> bool:
     """Returns whether an array waits in host memory between its uses."""
-    return _nbytes(x) >= SMALL_BYTES
+    return nbytes(x) >= SMALL_BYTES
 
 
 def large_bytes(tree: PyTree) -> int:
@@ -61,9 +61,12 @@ def large_bytes(tree: PyTree) -> int:
 
 
 def bytes_here(x: Any) -> int:
-    """Returns the bytes on one device of an array, or of a shape with a sharding."""
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    """Returns the bytes on one device of an array, or of a shape."""
+    sharding = getattr(x, "sharding", None)
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
 
 
-def _nbytes(x: Any) -> int:
+def nbytes(x: Any) -> int:
+    """Returns the bytes of an array or a shape, on all devices together."""
     return math.prod(x.shape) * x.dtype.itemsize

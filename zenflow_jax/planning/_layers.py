@@ -18,16 +18,16 @@ from zenflow_jax.layerwise._optimizer import Kind
 from zenflow_jax.layerwise._programs import trace_model
 from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
+from zenflow_jax.layerwise._transfers import bytes_here, nbytes
 from zenflow_jax.planning._gpus import Gpu, gpu_named
 from zenflow_jax.planning._plans import (
     TEMPORARIES,
     Plan,
     devices_of,
-    nbytes_here,
     new_plan,
     shares_of,
 )
-from zenflow_jax.planning._steps import nbytes, products
+from zenflow_jax.planning._steps import products
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -115,7 +115,7 @@ def _kinds_of(
         for i, (x, (_, state)) in enumerate(zip(leaves, kind.others, strict=True)):
             tree = kind.alone(i, *_float32([x]))
             traced = jax.make_jaxpr(optimizer.update)(tree, state, tree)
-            flops += products(traced.jaxpr) * nbytes_here(x) / max(nbytes(x), 1)
+            flops += products(traced.jaxpr) * bytes_here(x) / max(nbytes(x), 1)
         return kind, flops
 
     trees = jax.tree.map(lambda x: _at(x, x.sharding), [params["outer"], *params["layers"]])
@@ -168,7 +168,7 @@ def _work_of(
 
     def size(arrays: PyTree) -> int:
         each = jax.tree.leaves(arrays)
-        return sum(nbytes_here(x) if x.sharding else nbytes(x) // shares for x in each)
+        return sum(bytes_here(x) if x.sharding else nbytes(x) // shares for x in each)
 
     inputs, shared, carries, temporaries, steps = [0], {}, [], [], []
     x, varying = batch, []
@@ -228,10 +228,10 @@ def _moments(
 
     `flights` has an entry for each. The layers' inputs may wait `on_host`.
     """
-    w = [sum(map(nbytes_here, jax.tree.leaves(x))) for x in trees]
+    w = [sum(map(bytes_here, jax.tree.leaves(x))) for x in trees]
     # Of several micro-batches, the sum is float32, and the last program makes the gradient.
     several = micro_batches > 1
-    sums = [sum(map(nbytes_here, _float32(x))) if several else 0 for x in trees]
+    sums = [sum(map(bytes_here, _float32(x))) if several else 0 for x in trees]
     g = [max(x, total) + x * (total > x) for x, total in zip(w, sums, strict=True)]
     moments = []
     for i, new in enumerate([*g, 0]):

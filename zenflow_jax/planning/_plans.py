@@ -12,9 +12,10 @@ from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._spec.mesh import HasShape
 from zenflow_jax._spec.rules import check_int_or_none, is_compact
+from zenflow_jax.layerwise._transfers import bytes_here, nbytes
 from zenflow_jax.planning._gpus import EFFICIENCY, Gpu, gpu_named
 from zenflow_jax.planning._host_work import LATE, needs_of
-from zenflow_jax.planning._steps import nbytes, products
+from zenflow_jax.planning._steps import products
 
 #: The largest share of GPU memory that jax may be allowed to use, and jax's default.
 MAX_FRACTION, DEFAULT_FRACTION = 0.95, 0.75
@@ -142,7 +143,7 @@ def plan(
         placeholders = {*map(id, jax.tree.leaves((state.step_scalars, state.mail)))}
         arrays = [x for x in arrays if id(x) not in placeholders]
     here = {"weights": weights, "optimizer state": arrays}
-    on_device = {name: sum(map(nbytes_here, x)) for name, x in here.items()}
+    on_device = {name: sum(map(bytes_here, x)) for name, x in here.items()}
     flops = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
     return new_plan(
         gpu,
@@ -165,15 +166,7 @@ def devices_of(arrays: Sequence[object]) -> int:
     return max(getattr(getattr(x, "sharding", None), "num_devices", 1) for x in arrays)
 
 
-def nbytes_here(x: HasShape) -> int:
-    """Returns an array's bytes on one device."""
-    sharding = getattr(x, "sharding", None)
-    return nbytes(
-        x if sharding is None else jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
-    )
-
-
 def shares_of(arguments: PyTree) -> int:
     """Returns the number of shares that devices split the most divided argument into."""
-    shares = [nbytes(x) // max(nbytes_here(x), 1) for x in jax.tree.leaves(arguments)]
+    shares = [nbytes(x) // max(bytes_here(x), 1) for x in jax.tree.leaves(arguments)]
     return max([1, *shares])

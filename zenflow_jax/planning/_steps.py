@@ -79,11 +79,6 @@ def products(jaxpr: Any) -> float:
     return flops
 
 
-def nbytes(x: HasShape) -> int:
-    """Returns the bytes of an array or a shape."""
-    return math.prod(x.shape) * x.dtype.itemsize
-
-
 def _dot_terms(equation: Any) -> int:
     contracted = equation.params["dimension_numbers"][0][0]
     return math.prod(equation.invars[0].aval.shape[i] for i in contracted)
