@@ -12,7 +12,7 @@ from tests.hf_models import FIXTURES
 from tests.processes import assert_ends, start
 from train import finetune
 from train.cli.command_line import read_command_line
-from train.plan import planning, report
+from train.plan import planning
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, HOST_RESERVE
 
@@ -104,25 +104,6 @@ def test_a_way_is_planned_with_settings_that_save_what_it_lacks(planner, monkeyp
     monkeypatch.setattr(planner, "_compiles", True)
     monkeypatch.setattr(planner, "_peak", lambda run: 10**8 if run.remat else 2 * 10**9)
     assert planned()[0].ways[0].changes == {"optimizer": "zenflow", "remat": True}
-
-
-def test_what_is_missing_is_named_if_nothing_fits(planner, monkeypatch):
-    monkeypatch.setattr(planning, "WAYS", {x: planning.WAYS[x] for x in ("A", "E")})
-    limit(monkeypatch, device=0)
-    (line, *_) = report.advice(planned()[0], RUN)
-    assert line.startswith("Nothing fits. E comes closest and lacks ")
-    assert "of the device: fewer tokens" in line
-    assert "more RAM" not in line
-    monkeypatch.setattr(planning, "WAYS", {"E": planning.WAYS["E"]})
-    limit(monkeypatch, device=10**9, host=0)
-    assert "of the host: more RAM" in report.advice(planned()[0], RUN)[0]
-
-
-def test_an_impossible_way_is_left_out_with_its_reason(planner, monkeypatch):
-    monkeypatch.setattr(planning, "WAYS", {x: planning.WAYS[x] for x in ("D", "A")})
-    plan, lines = planned("--micro-batches", "2")
-    assert [way.name for way in plan.ways] == ["A"]
-    assert lines[0].startswith("D: not possible. `micro_batches`: must be 1")
 
 
 def test_other_ways_are_planned_if_the_chosen_one_does_not_fit(planner, monkeypatch):

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -152,34 +153,26 @@ def _array(saved: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape.shape, sharding, pieces)
 
 
-@dataclasses.dataclass(frozen=True)
-class _CheckedPiece:
-    """A piece of a saved array, read once and checked before the first of its slices is used."""
-
-    piece: Any
-    shape: tuple[int, ...]
-    checksum: int
-    name: str
-
-    @functools.cached_property
-    def values(self) -> np.ndarray:
-        x = np.empty(self.shape, self.piece.dtype)
-        self.piece.read((), x)
-        if _checksum(x) != self.checksum:
-            raise ValueError(
-                f"The saved {self.name} is damaged: its checksum differs. Use another checkpoint."
-            )
-        return x
-
-    def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        np.copyto(out, self.values[index])
-
-
 def _checked(saved: StoredArray, checksums: Mapping[str, Any], name: str) -> StoredArray:
-    """Returns a saved array that checks what it reads, and keeps it for other devices."""
+    """Returns a saved array whose pieces are read once, and checked before their first use."""
+
+    def checked(piece: Any, checksum: int) -> Any:
+        @functools.cache
+        def values() -> np.ndarray:
+            x = np.empty(piece.shape, piece.dtype)
+            piece.read((), x)
+            if _checksum(x) != checksum:
+                raise ValueError(
+                    f"The saved {name} is damaged: its checksum differs. Use another checkpoint."
+                )
+            return x
+
+        read = lambda index, out: np.copyto(out, values()[index])  # noqa: E731
+        return types.SimpleNamespace(shape=piece.shape, read=read)
+
     new: Any = copy.copy(saved)
     new.pieces = {
-        start: _CheckedPiece(x, x.shape, int(checksums[",".join(map(str, start))]), name)
+        start: checked(x, int(checksums[",".join(map(str, start))]))
         for start, x in saved.pieces.items()
     }
     return new

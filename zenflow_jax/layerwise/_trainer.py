@@ -168,8 +168,8 @@ class Trainer:
 
         Raises:
             RuntimeError: If the trainer is closed or was interrupted.
-            FloatingPointError: If, before this step, an update was not finite; or, with
-                updates="during_backward", a gradient.
+            FloatingPointError: If, before this step, an update was not finite, or too many steps in
+                a row were skipped; or, with updates="during_backward", if a gradient was not.
         """
         self._check()
         if not self._trains:
