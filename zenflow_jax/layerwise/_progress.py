@@ -37,7 +37,7 @@ def new_progress(sizes: Sequence[int], saved: Mapping[str, Any], everywhere: Any
     values = [
         *(np.array(saved.get(name, 0), np.int32) for name in SAVED[:2]),
         np.asarray(saved.get("shares", shares), np.float32),
-        *(np.float32(1), np.bool(True), np.int32(0), np.zeros_like(shares)),
+        *(np.float32(1), np.bool_(True), np.int32(0), np.zeros_like(shares)),
     ]
     return Progress(*(put_everywhere(x, x.shape, everywhere) for x in values))
 
@@ -75,7 +75,7 @@ def decisions(max_grad_norm: float | None, jit: Any, *, at_once: bool) -> tuple[
             progress.shares,
         )
         skipped, zeros = progress.skipped + 1 - counts, jnp.zeros_like(shares)
-        first = jnp.float32(1), jnp.bool(True), jnp.int32(0), zeros
+        first = jnp.float32(1), jnp.bool_(True), jnp.int32(0), zeros
         following = Progress(progress.counted + counts, skipped, shares, *first)
         return following, jnp.stack([skipped, progress.report])
 
