@@ -15,7 +15,6 @@ from tests.train.scripts import TINY_MESH, read
 from train.model import cross_entropy
 from train.run import setup
 from zenflow_jax import layerwise
-from zenflow_jax.layerwise import _transfers
 
 # In nats, float32; the summation order over devices differs.
 ATOL = 1e-5
@@ -59,10 +58,7 @@ def placed(params, mesh):
     ("alias", "updates"),
     [("adafactor", "after_backward"), ("muon", "during_backward")],
 )
-def test_any_optimizer_trains_on_a_mesh_and_resumes_on_another(
-    tmp_path, monkeypatch, alias, updates
-):
-    monkeypatch.setattr(_transfers, "SMALL_BYTES", 0)
+def test_any_optimizer_trains_on_a_mesh_and_resumes_on_another(tmp_path, alias, updates):
     optimizer = getattr(optax, alias, None) or getattr(optax.contrib, alias)
     options = {**MODEL, "optimizer": optimizer(1e-2), "updates": updates, "max_grad_norm": 0.5}
     with layerwise.Trainer(new_params(), **options) as trainer:

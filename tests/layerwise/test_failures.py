@@ -21,7 +21,7 @@ from tests.layerwise.small_model import (
     new_params,
 )
 from zenflow_jax import layerwise
-from zenflow_jax.layerwise import _blocks, _trainer, _transfers
+from zenflow_jax.layerwise import _blocks, _trainer
 from zenflow_jax.planning import UnfitRunError
 
 # Users' models promote dtypes by jax's default rules.
@@ -132,7 +132,6 @@ def test_a_non_finite_loss_skips_the_step_until_a_resumed_run_has_skipped_too_ma
 def test_a_run_that_needs_too_much_pinned_memory_is_refused_with_the_need_of_all_layers(
     monkeypatch,
 ):
-    monkeypatch.setattr(_transfers, "SMALL_BYTES", 0)
     whole = sum(x.nbytes for x in jax.tree.leaves(new_params()))
 
     def check(needs, platform):

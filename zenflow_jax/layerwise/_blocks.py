@@ -1,6 +1,6 @@
 """Blocks: layers, or the outer weights, with the arrays of their leaves.
 
-Large arrays wait in pinned host memory. No array ever changes: an update makes new ones. So a save,
+They wait in pinned host memory. No array ever changes: an update makes new ones. So a save,
 or a caller of `params`, may keep the old ones.
 """
 
@@ -22,7 +22,7 @@ from zenflow_jax._spec.leaf import DTYPES
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.layerwise._optimizer import Bundle, Kind
 from zenflow_jax.layerwise._separable import check_separable, leaf_name
-from zenflow_jax.layerwise._transfers import copied, moved
+from zenflow_jax.layerwise._transfers import moved
 
 
 @dataclasses.dataclass(eq=False)
@@ -132,7 +132,7 @@ def _on_device(path: str, x: Any) -> jax.Array:
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"{path} has a shape but no values. Pass an array, or pass `state`.")
     if isinstance(x, jax.Array):
-        return x if x.sharding.memory_kind == "device" else copied("device", [x])[0]
+        return x if x.sharding.memory_kind == "device" else moved("device", [x])[0]
     return jax.device_put(x, jax.local_devices()[0])
 
 

@@ -226,7 +226,7 @@ class Dispatcher:
         return moved("device", block.arrays[number][len(bundle.places) :])
 
     def _update_waiting(self) -> None:
-        """Updates blocks. Large arrays are donated; their copies may still be on their way."""
+        """Updates blocks. Fetched arrays are donated; they may still be on their way."""
         for i in sorted(self._waiting):
             (gradient, weights), block = self._waiting.pop(i), self._blocks[i]
             rest = [x for x in range(len(block.arrays)) if x not in self._early]

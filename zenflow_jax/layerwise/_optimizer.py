@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from zenflow_jax.layerwise._progress import Progress
-from zenflow_jax.layerwise._transfers import bytes_here, is_large, large_bytes
+from zenflow_jax.layerwise._transfers import bytes_here
 
 #: Neighbouring leaves are updated together, by one program, up to this size.
 _BUNDLE_BYTES = 32 * 1024**2
@@ -36,10 +36,10 @@ class Bundle:
 
     places: range
     shapes: Any  # ([weight, ...], [(rest, state), ...]), with shardings in device memory
-    nbytes: int  # of the large arrays, and of those that only updates read, on one device
+    nbytes: int  # of the arrays, and of those that only updates read, on one device
     others_nbytes: int
     init: Callable[..., list[Any]]  # (weights) -> arrays
-    # (gradients, progress, number, *arrays) -> new arrays, in the memory of the large ones, and the
+    # (gradients, progress, number, *arrays) -> new arrays, in the memory of the old ones, and the
     # progress' new report; `number` is the first leaf's
     update: Callable[..., tuple[list[Any], Any]]
 
@@ -65,7 +65,7 @@ class Kind:
         self._jit = jit
         #: Each leaf's other arrays, as shapes.
         self.others = [*map(self._shapes_of_others, range(len(pairs)), self.weights)]
-        self.weights_nbytes = large_bytes(self.weights)
+        self.weights_nbytes = sum(map(bytes_here, self.weights))
         self.bundles = [*self._bundles()]
         self.nbytes = sum(bundle.nbytes for bundle in self.bundles)
 
@@ -82,9 +82,10 @@ class Kind:
             if end < len(sizes) and sum(sizes[begin : end + 1]) <= _BUNDLE_BYTES:
                 continue
             shapes = self.weights[begin:end], self.others[begin:end]
-            sizes_here = large_bytes(shapes), large_bytes(shapes[1])
+            others_here = sum(map(bytes_here, jax.tree.leaves(shapes[1])))
+            here = others_here + sum(map(bytes_here, shapes[0]))
             places = range(begin, end)
-            yield Bundle(places, shapes, *sizes_here, *self._programs(places, shapes))
+            yield Bundle(places, shapes, here, others_here, *self._programs(places, shapes))
             begin = end
 
     def _programs(self, places: range, shapes: Any) -> tuple[Any, Any]:
@@ -108,12 +109,12 @@ class Kind:
             return kept, report
 
         arrays = jax.tree.leaves(shapes)
-        # Small arrays stay on the device, where a save or a caller may hold them.
-        large = [3 + i for i, x in enumerate(arrays) if is_large(x)]
+        # A save or a caller may hold empty arrays, of which there are no copies.
+        copies = [3 + i for i, x in enumerate(arrays) if x.size]
         where = [x.sharding for x in arrays]
         return (
             self._jit(init, out_shardings=where),
-            self._jit(update, donate_argnums=large, out_shardings=(where, None)),
+            self._jit(update, donate_argnums=copies, out_shardings=(where, None)),
         )
 
     def _shapes_of_others(self, place: int, weight: jax.ShapeDtypeStruct) -> Any:

@@ -20,7 +20,7 @@ from zenflow_jax.layerwise._dispatch import Dispatcher
 from zenflow_jax.layerwise._optimizer import master_of
 from zenflow_jax.layerwise._progress import SAVED, decisions, new_progress
 from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot
-from zenflow_jax.layerwise._transfers import copied, moved
+from zenflow_jax.layerwise._transfers import moved
 
 #: By default, this many of the largest updated arrays may be in flight.
 _IN_FLIGHT = 3
@@ -203,7 +203,7 @@ class Trainer:
     def params(self) -> dict[str, Any]:
         """Returns the weights after the last step, like the constructor's `params`.
 
-        The arrays never change. Large ones are in pinned host memory.
+        The arrays never change. They are in pinned host memory.
         """
         self.wait()
         outer, *layers = (x.tree(x.weights()) for x in self._blocks)
@@ -218,7 +218,7 @@ class Trainer:
         for bundle, arrays in block.bundles:  # a few leaves on the device at a time
             leaves = bundle.leaves(moved("device", arrays))
             made = [_master(weight, rest) for weight, (rest, _) in leaves]
-            masters += jax.block_until_ready(copied(HOST, made))
+            masters += jax.block_until_ready(moved(HOST, made))
         return block.tree(masters)
 
     def optimizer_states(self, name: int | str) -> list[Any]:

@@ -13,20 +13,17 @@ import jax.numpy as jnp
 # for each array, which waits for its turn among the device's programs (jax 0.10.2 to 0.12.0).
 from jax._src.interpreters import pxla
 from jaxlib import xla_client
-from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST
 
 _SPACES = {HOST: jax.memory.Space.Host, "device": jax.memory.Space.Device}
-#: Smaller arrays stay on the device, because copies of any size take about as long.
-SMALL_BYTES = 64 * 1024
 
 
-def copied(kind: str, arrays: Sequence[jax.Array], least_bytes: int = 0) -> list[jax.Array]:
-    """Starts to copy arrays to a memory kind of their devices; small ones and keys stay."""
+def moved(kind: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Starts to copy arrays to a memory kind of their devices; random keys and empty ones stay."""
     if any(x.is_deleted() for x in arrays):  # otherwise the process could crash (jax 0.10.2)
         raise RuntimeError("An array was deleted, for instance by a donation. Pass a copy.")
-    targets = [_target(x.aval, x.sharding, kind, least_bytes) for x in arrays]
+    targets = [_target(x.aval, x.sharding, kind) for x in arrays]
     moves = [(x, *target) for x, target in zip(arrays, targets, strict=True) if target]
     sources, shardings, devices, _ = zip(*moves, strict=True) if moves else ((),) * 4
     reuse = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(moves)
@@ -35,29 +32,15 @@ def copied(kind: str, arrays: Sequence[jax.Array], least_bytes: int = 0) -> list
     return [x if t is None else t[2](next(copies)) for x, t in zip(arrays, targets, strict=True)]
 
 
-def moved(kind: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Starts to copy the arrays that wait in host memory between their uses."""
-    return copied(kind, arrays, SMALL_BYTES)
-
-
 @functools.lru_cache(maxsize=4096)
-def _target(aval: Any, sharding: Any, kind: str, least_bytes: int) -> tuple[Any, Any, Any] | None:
+def _target(aval: Any, sharding: Any, kind: str) -> tuple[Any, Any, Any] | None:
     """Returns a copy's sharding and devices, and a function that gives it its type."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or nbytes(aval) < least_bytes:
+    # Empty arrays in host memory fail on GPUs.
+    if not aval.size or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return None
     new = sharding.with_memory_kind(kind)
     aval = aval.update(memory_space=_SPACES[kind])
     return new, new._internal_device_list, pxla.global_aval_to_result_handler(aval, new, True)
-
-
-def is_large(x: Any) -> bool:
-    """Returns whether an array waits in host memory between its uses."""
-    return nbytes(x) >= SMALL_BYTES
-
-
-def large_bytes(tree: PyTree) -> int:
-    """Returns the bytes on one device of the arrays that wait in host memory."""
-    return sum(bytes_here(x) for x in jax.tree.leaves(tree) if is_large(x))
 
 
 def bytes_here(x: Any) -> int:
