@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -247,6 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         write("\n")
         return 130
+    except BrokenPipeError:  # the reader has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at exit
+        return 128 + signal.SIGPIPE
     return 0
 
 

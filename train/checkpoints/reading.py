@@ -84,7 +84,9 @@ class SavedCheckpoints:
         `only_engine`.
         """
         folder = self._intact(step)
-        run = self._read_checked(step)
+        run = self._read_run(step)
+        check_same_run(folder, run, self._description)
+        self._figures = dict(run["figures"])
         fresh = {"params": params, "opt_state": opt_state}
         saved, others = split_arrays(fresh)
         check_arrays(folder, run, describe_arrays(saved))
@@ -96,14 +98,6 @@ class SavedCheckpoints:
                 engine_state = reader.restore(folder / "engine")
         trees = join_arrays(fresh, arrays, others)
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
-
-    def find(self, name: str) -> tuple[int, tuple[str, ...]]:
-        """Returns the step and class names of a checkpoint of this run; rejects all others."""
-        names = [str(step) for step in self.steps()]
-        if name not in names:
-            listed = ", ".join(names) or "none"
-            raise SettingsError(f"`--export`: {name} is not in {self._folder}, which has {listed}.")
-        return int(name), tuple(self._read_checked(int(name))["labels"])
 
     def weights(self, step: int, like: Any) -> Any:
         """Restores only the parameters, in place of those in `like`, which are consumed."""
@@ -129,13 +123,6 @@ class SavedCheckpoints:
     def _read_run(self, step: int) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
             return reader.restore(self._folder / str(step) / "run")
-
-    def _read_checked(self, step: int) -> dict[str, Any]:
-        """Reads a checkpoint's record, checks that it is from this run, and keeps its figures."""
-        run, folder = self._read_run(step), self._folder / str(step)
-        check_same_run(folder, run, self._description)
-        self._figures = dict(run["figures"])
-        return run
 
     def _read_state(self, folder: Path, saved: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Reads arrays in place of `saved`, which are consumed."""

@@ -16,6 +16,8 @@ import contextlib
 import dataclasses
 import json
 import re
+import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -168,12 +170,18 @@ class Checkpoints(SavedCheckpoints):
             # (orbax 0.12.8).
             unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
             warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
+            # tensorstore's threads end other writes, for which orbax waits no longer.
+            show = sys.excepthook
+            sys.excepthook = lambda *e: "loop is closed" in str(e[1]) or show(*e)
             step, self._writing = self._writing, None
             failed, self._manager = self._manager, None
             if failed is not None:
                 # A save writes in several threads; this raises the errors after the first.
                 with contextlib.suppress(OSError, ValueError):
                     failed.close()
+            if processes.is_first():  # the model may need the space
+                for part in self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"):
+                    shutil.rmtree(part, ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint {step} cannot be written to {self._folder}: {got}. Free disk space or "
                 "fix the permissions, and start again with --run: older checkpoints are unchanged."

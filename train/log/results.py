@@ -60,14 +60,11 @@ class RunLog:
             if processes.is_first():
                 with atomic_path(path) as part:
                     _append(part, old)
-        self._made = time.monotonic()
-        self._begun = (rows[-1].step if rows else 0), self._made  # a step, and its time
+        self._begun = (rows[-1].step if rows else 0), time.monotonic()  # a step, and its time
 
     def begin(self, step: int) -> None:
         """Records that this start's first step is compiled and finished."""
         self._begun = step, time.monotonic()
-        line = f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s"
-        show(self._console, line)
 
     def add(self, row: Row) -> None:
         _append(self._metrics, [row])
@@ -159,5 +156,3 @@ def command_of_use(model: Path, task: str) -> str | None:
     prompts = {"language": "The beginning of a text", "alpaca": "An instruction"}
     prompt = {**prompts, "chat": "A question"}.get(task, "A text")
     return f'{command_of("generate")} --model {shlex.quote(str(model))} "{prompt}"'
-
-
