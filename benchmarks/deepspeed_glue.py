@@ -117,7 +117,7 @@ def settings_of(task: Task, method: Method, seed: int, args: argparse.Namespace)
 
 def train(job: Job) -> dict[str, Any]:
     """Trains with jax, as `zenflow-finetune` does."""
-    work, opt_state = prepare(read(job.settings), lambda: None)
+    work, opt_state = prepare(read(job.settings))
     assert work.train_step is not None  # weights do not stream
     params, saved, file = work.model.params, None, job.checkpoint.with_suffix(".npz")
     if job.resume:
@@ -167,7 +167,7 @@ def train_peer(python: str, data: Path, method: Method, job: Job) -> dict[str, A
 def prepare_peer(data: Path, settings: Settings) -> None:
     """Writes the run's weights, with their new head, and its batches for torch."""
     sources = read(settings)
-    job, _ = prepare(sources, lambda: None)
+    job, _ = prepare(sources)
     labels = job.task.labels
     models.write(data / "model", job.model.origin, job.model.params, labels=labels)
     arrays = {}

@@ -25,7 +25,7 @@ import jax
 from rich.console import Console
 
 from train import Failure
-from train.checkpoints.reading import check_path
+from train.checkpoints.checkpoints import check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
 from train.cli.settings import Settings, StepSettings
 from train.distributed import processes
@@ -34,7 +34,7 @@ from train.log.results import show
 from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
 from train.run.setup import evaluate, prepare, read
-from zenflow_jax.planning import LIMIT_NAME
+from zenflow_jax.planning import LIMIT_NAME, UnfitRunError
 
 
 def train(command: Command, console: Console, stop: StopRequest) -> None:
@@ -52,9 +52,9 @@ def train(command: Command, console: Console, stop: StopRequest) -> None:
     if settings.steps == 0:
         evaluate(sources, say)
         return
-    job, opt_state = prepare(sources, stop.check)
+    job, opt_state = prepare(sources)
     folder = make_run_folder(job.settings)
-    for line in job.notes:
+    for line in (*job.task.notes, *job.task.overview):
         say(line)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock(folder, say))
@@ -88,16 +88,12 @@ def show_plan(
 
 def describe_oom(error: BaseException, run: StepSettings) -> str | None:
     """Describes an out-of-memory error among the causes of `error`; None if there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, MemoryError):
-        # "Out of memory" in XLA's words, too.
-        text = str(cause).lower().replace("resource_exhausted", "out of memory")
-        if isinstance(cause, jax.errors.JaxRuntimeError) and "out of memory" in text:
-            break
-        cause = cause.__cause__
-    if cause is None:
-        return None
-    reason = str(cause).partition("\n")[0]
+    # "Out of memory" in XLA's words, too.
+    text = str(error).lower().replace("resource_exhausted", "out of memory")
+    of_device = isinstance(error, jax.errors.JaxRuntimeError) and "out of memory" in text
+    if not of_device and not isinstance(error, MemoryError):
+        return error.__cause__ and describe_oom(error.__cause__, run)
+    reason = str(error).partition("\n")[0]
     return (
         f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
         f"{run.micro_batches} micro-batches, using {run.optimizer}: {reason} "
@@ -122,12 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while there is nothing to save
         sys.stderr.write("stopped by SIGINT\n")
         return 128 + signal.SIGINT
-    except Failure as error:
+    except (Failure, UnfitRunError) as error:
         message = str(error)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        message = f"{error}. Free disk space, and start again with --run, from the last checkpoint."
+        message = f"{error}. Free disk space (also in TMPDIR), and start again with --run."
     except (MemoryError, RuntimeError) as error:  # jax's errors are subclasses
         message = command and describe_oom(error, command.settings)
         if message is None:

@@ -238,10 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         kinds, about = [Options], Options.__doc__
-        (options,) = read_arguments(kinds, arguments, program=PROGRAM, description=about)
+        (options,) = read_arguments(kinds, argv, program=PROGRAM, description=about)
         generate(options, write, say)
     except Failure as error:
         sys.stderr.write(f"error: {error}\n")

@@ -145,7 +145,7 @@ ATOL = 1e-5
 
 def trained(sources, steps, folder):
     """Returns the losses of some steps, the metrics after them, and the written weights."""
-    job, state = setup.prepare(sources, lambda: None)
+    job, state = setup.prepare(sources)
     batches, params = [job.batches[i] for i in range(steps)], job.model.params
     options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.settings)}
     losses = []

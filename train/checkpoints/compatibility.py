@@ -1,4 +1,4 @@
-"""Describes a run for its checkpoints; a resumed run must match the description."""
+"""Describes a run and its arrays for its checkpoints; a resumed run must match the description."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.cli.settings import ON_DEVICE, SettingsError
+import jax
+import numpy as np
+
+import zenflow_jax
+from train.cli.settings import ON_DEVICE, SettingsError, option_words
 from train.model.decoder import parts_that_stream
 
 # Settings that a resumed run may change; the library has its own list. `eval_batches` must stay the
 # same: metrics on different samples cannot show which checkpoint is best.
 MAY_CHANGE = frozenset(
     "model data chat_template steps epochs learning_rate schedule "
-    "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
+    "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state "
     "send_gradients layer_inputs layer_updates mesh remat stream log_every evaluate_every "
     "save_every keep keep_best output_dir run max_skipped b1 b2 eps".split()
 )
@@ -51,3 +55,66 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, 
             f"the data differs from that of the run that wrote {folder}: the files (for "
             "standard_library: the Python version), the tokenizer or the chat template."
         )
+
+
+def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a checkpoint's arrays by name, and the rest: placeholder mail and empty arrays."""
+    mail = set()
+    for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
+        if _is_zenflow(state):
+            mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, state.mail))}
+    saved, others = {}, {}
+    for path, x in jax.tree_util.tree_leaves_with_path(trees):
+        place = others if id(x) in mail or x.size == 0 else saved
+        place[_name_of(path)] = x
+    return saved, others
+
+
+def _is_zenflow(x: Any) -> bool:
+    return isinstance(x, zenflow_jax.ZenFlowState)
+
+
+def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """Returns `trees` with the arrays that `split_arrays` returned for similar trees."""
+
+    def restored(path, _):
+        name = _name_of(path)
+        if name in saved:
+            return saved[name]
+        x = others[name]
+        if isinstance(x, jax.ShapeDtypeStruct):  # empty
+            blank = np.zeros(x.shape, x.dtype)
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: blank[index])
+        return x
+
+    return jax.tree_util.tree_map_with_path(restored, trees)
+
+
+def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
+
+
+def check_arrays(folder: Path, run: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
+    """Rejects a checkpoint with different arrays, or with another version's layout."""
+    saved: Mapping[str, str] = run["arrays"]
+    different = [name for name in [*wanted, *saved] if saved.get(name) != wanted.get(name)]
+    if not different:
+        return
+    reason, remedy = (
+        f"the model, optimizer or layout differs (zenflow_jax {run['zenflow_jax']} wrote the "
+        f"checkpoint, this is {zenflow_jax.__version__})",
+        f"Pass {folder.parent.parent / 'settings.toml'} as the config",
+    )
+    name = different[0]
+    if saved.keys() == wanted.keys() and all(x.startswith("opt_state.") for x in different):
+        reason = "the mesh divides channels into other pieces, so each selects another number"
+        remedy = f"Pass {' '.join(option_words('mesh', run.get('mesh')))}"
+    raise SettingsError(
+        f"the array `{name}` is {saved.get(name, 'absent')} in {folder}, but "
+        f"{wanted.get(name, 'absent')} in this run: {reason}. {remedy}, or pass another --run to "
+        "start again."
+    )
+
+
+def _name_of(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -164,9 +164,6 @@ class HostSettings(_Group):
     host_state: Literal["float32", "compact"] = option(
         "float32", "Adam's moments: 8 bytes per parameter, or 2.2 (compact); also with adamw."
     )
-    threads: int | None = option(
-        None, "Threads for the host update. Default: all cores but one.", above=0
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +221,6 @@ class Settings(OutputSettings, StepSettings, DataSettings):
     def __post_init__(self):
         # zenflow checks its own arguments, which have the same names.
         check_bounds(self)
-        self._check("seed", self.seed < 2**32, "a number below 2**32")
         metrics = _METRICS.get(self.task, _LOSS)
         known = f"a metric of {self.task}: {', '.join(metrics)}"
         self._check("best", self.metric in metrics, known)

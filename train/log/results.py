@@ -9,7 +9,7 @@ summary.json          the run's figures, and the engine's statistics. Except for
                       parameters, they cover only this start; with several processes, times are
                       from process 0. `best_step` is the step of the saved weights, null without
                       keep_best
-checkpoints/          the run's checkpoints, to resume from (`checkpoints/writing.py`)
+checkpoints/          the run's checkpoints, to resume from (`checkpoints/checkpoints.py`)
 model.safetensors     trained weights in float32; or model/, a folder like the original
 """
 
@@ -19,7 +19,6 @@ import csv
 import datetime
 import itertools
 import json
-import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,8 +28,6 @@ from rich.console import Console
 
 import zenflow_jax
 from elves.atomic import atomic_path
-from train import command_of
-from train.cli.settings import PAIRS
 from train.distributed import processes
 from train.log.meter import Row
 
@@ -147,12 +144,3 @@ def write_pictures(
     figure.savefig(folder / "loss.png", dpi=120)
     if any(span.kind == "step" for span in timeline):
         zenflow_jax.plot_timeline(timeline, folder / "timeline.png")
-
-
-def command_of_use(model: Path, task: str) -> str | None:
-    """Returns the command that uses the model in this folder; None if there is none."""
-    if task == PAIRS:
-        return None
-    prompts = {"language": "The beginning of a text", "alpaca": "An instruction"}
-    prompt = {**prompts, "chat": "A question"}.get(task, "A text")
-    return f'{command_of("generate")} --model {shlex.quote(str(model))} "{prompt}"'

@@ -117,9 +117,7 @@ class _Planner:
         plan = planning.plan_layerwise(
             model.shapes,
             batch,
-            first=model.first,
-            layer=model.layers,
-            last=model.last,
+            **model.functions,
             optimizer=leafwise_optimizer(_with_steps(run)),
             micro_batches=run.micro_batches,
             updates=run.layer_updates,

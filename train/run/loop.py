@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +15,12 @@ import jax
 from rich.console import Console
 
 from elves.atomic import write_text_atomically
+from train import command_of
+from train.checkpoints.checkpoints import CheckpointError, Checkpoints
 from train.checkpoints.compatibility import description
-from train.checkpoints.reading import CheckpointError
-from train.checkpoints.writing import Checkpoints
-from train.cli.settings import SettingsError, task_name
+from train.cli.settings import PAIRS, SettingsError, task_name
 from train.distributed import processes
-from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
+from train.distributed.stopping import Stopped, StopRequest, how_to_resume
 from train.log import results
 from train.log.meter import Meter, Totals, causes_of_infinity, check_finite
 from train.log.results import RunLog, show
@@ -28,7 +29,6 @@ from train.run.folder import write_settings
 from train.run.setup import Job
 from train.run.training import LayerTraining, StepTraining
 from zenflow_jax import HostEngine
-from zenflow_jax.planning import UnfitRunError
 
 
 class Result(NamedTuple):
@@ -83,17 +83,14 @@ class Run:
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
-        try:
-            self.training.open(self.stack)
-        except UnfitRunError as error:
-            raise SettingsError(str(error)) from error
+        self.training.open(self.stack)
         self._open_log(progress)
         if not self.done:
             check_finite(self._validated(0), causes_of_infinity(self.job.settings))
         elif self._is_validated(self.done):
             # The last start was stopped before this validation, or ended with this step.
             figures = self._validated(self.done)
-            self.checkpoints.rate(self.done, figures[self.job.settings.metric])
+            self.checkpoints.figures[self.done] = figures[self.job.settings.metric]
         return True
 
     def _has_ended(self) -> bool:
@@ -151,11 +148,8 @@ class Run:
         for step in range(self.done + 1, self.steps + 1):
             self._step(step, lengths)
             number = self.stop.after(step)
-            try:
-                if not number and self._is_validated(step):
-                    self._validated(step)
-            except Interrupted:
-                number = self.stop.after(step)
+            if not number and self._is_validated(step):
+                self._validated(step)
             if number:  # the signal's sender may not wait long
                 self._save(step)
                 self.checkpoints.wait()
@@ -216,7 +210,7 @@ class Run:
         if self.validations[-1][0] == steps:
             self.validations.pop()  # from a start with more steps, before the flush
         figures = self._validated(steps)
-        self.checkpoints.rate(steps, figures[self.job.settings.metric])
+        self.checkpoints.figures[steps] = figures[self.job.settings.metric]
         best = self.checkpoints.best(or_step=steps)
         written = self._write_model(best)
         if self.failure is not None:
@@ -230,11 +224,10 @@ class Run:
         if not processes.is_first():
             return
         title = f"{figures['optimizer']}, {figures['parameters'] / 1e6:.1f} M parameters"
-        target = figures["target"]
         host = self.training.host
         timeline = host.timeline if isinstance(host, HostEngine) else []
         curves = self.meter.rows, self.validations, timeline
-        results.write_pictures(self.folder, *curves, title=title, target=target)
+        results.write_pictures(self.folder, *curves, title=title, target=figures["target"])
         # Last, because its existence means that all files are written.
         text = json.dumps(figures, indent=2) + "\n"
         write_text_atomically(self.folder / "summary.json", text)
@@ -242,9 +235,9 @@ class Run:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} contains {weights}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
-        use = results.command_of_use(self.folder / ended.written, task_name(self.job.settings))
-        if use and ended.written == models.FOLDER:
-            self._say(f"Try it: {use}")
+        if ended.written == models.FOLDER and task_name(self.job.settings) != PAIRS:
+            model = shlex.quote(str(self.folder / models.FOLDER))
+            self._say(f'Try it: {command_of("generate")} --model {model} "A text"')
 
     def _write_model(self, best: int) -> str:
         """Writes the weights of the best step; returns the name of their file or folder."""
