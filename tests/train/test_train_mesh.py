@@ -54,11 +54,12 @@ def test_mistakes_in_the_mesh_and_its_rules_are_named():
 
 SLURM_STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
 MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+MPICH = {"PMI_SIZE": "2", "PMI_RANK": "1"}
 
 
 def set_launcher(monkeypatch, environment):
     """Sets these launcher variables, and removes all others."""
-    for name in (*SLURM_STEP, *MPIRUN):
+    for name in (*SLURM_STEP, *MPIRUN, *MPICH, "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -69,10 +70,13 @@ TWO = Launch(coordinator="a:1", processes=2, process=1)
 EIGHT_TASKS = SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "8"}
 FLAGS = {"cluster_detection_method": "deactivate"}
 LAUNCHES = (
+    # A single process, also under SLURM and mpirun.
     (ALONE, {"SLURM_STEP_NUM_TASKS": "1"}, None, None),
-    # One per node, and one per GPU.
+    (ALONE, MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None, None),
+    # One per node, one per GPU, and srun with MPICH's variables.
     (ALONE, SLURM_STEP, (), {"local_device_ids": [0, 1, 2, 3]}),
     (ALONE, EIGHT_TASKS, (), {"local_device_ids": None}),
+    (ALONE, SLURM_STEP | MPICH | {"SLURM_PROCID": "1"}, (), {}),
     # Flags also apply under SLURM and mpirun.
     (TWO, SLURM_STEP, (TWO.coordinator, 2, 1), FLAGS),
     (TWO, MPIRUN, (TWO.coordinator, 2, 1), {}),
@@ -89,6 +93,15 @@ def test_processes_come_from_the_flags_or_else_from_slurm(monkeypatch):
         processes.join(launch)
         assert [a for a, _ in calls] == ([] if arguments is None else [arguments])
         assert all(o.items() >= options.items() for _, o in calls)
+
+
+def test_mpirun_without_the_flags_is_rejected_with_a_command_that_works(monkeypatch):
+    for mpi, prefix in ((MPIRUN, "OMPI_COMM_WORLD"), (MPICH, "PMI")):
+        # Inside an allocation, the environment also has the variables of SLURM's daemons.
+        set_launcher(monkeypatch, SLURM_STEP | {"SLURM_PROCID": "0"} | mpi)
+        line = rf"mpirun .* --processes \${prefix}_SIZE --process \${prefix}_RANK'"
+        with pytest.raises(SettingsError, match=line):
+            processes.join(ALONE)
 
 
 def losses(run: Path) -> list[float]:
@@ -115,8 +128,8 @@ TWICE = """
 import sys
 import jax
 from train import finetune
-from train.log import results
-results.write_pictures = lambda *_, **__: None
+from train.log import summary
+summary.write_pictures = lambda *_, **__: None
 print("code", finetune.main(sys.argv[1:]), flush=True)
 jax.distributed.initialize = lambda *_, **__: None
 jax.process_index() or sys.stdin.readline()

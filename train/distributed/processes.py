@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train.cli.command_line import Launch
+from train.cli.command_line import PROGRAM, Launch
 from train.cli.settings import SettingsError
 
 # How long a process may be silent before jax ends the others, and how long an ending process waits
@@ -32,6 +32,7 @@ def join(launch: Launch) -> None:
             **TIMEOUTS,
         )
         return
+    _refuse_mpirun()
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         jax.distributed.initialize(
             local_device_ids=_slurm_devices(), cluster_detection_method="slurm", **TIMEOUTS
@@ -78,6 +79,21 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray:
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _refuse_mpirun() -> None:
+    """Rejects mpirun without options: each process would train alone or misread its number."""
+    open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
+    size, rank = (f"{'OMPI_COMM_WORLD' if open_mpi else 'PMI'}_{name}" for name in ("SIZE", "RANK"))
+    # `srun --mpi=pmi2` also sets PMI's variables, to SLURM's values.
+    variables = {size: "SLURM_STEP_NUM_TASKS", rank: "SLURM_PROCID"}
+    is_srun = all(os.environ.get(name) == os.environ.get(x) for name, x in variables.items())
+    if int(os.environ.get(size, 1)) > 1 and (open_mpi or not is_srun):
+        raise SettingsError(
+            "mpirun needs --coordinator, --processes and --process. Run: "
+            f"mpirun ... sh -c 'exec {PROGRAM} ... --coordinator HOST:PORT "
+            f"--processes ${size} --process ${rank}', with the machine of rank 0 as HOST."
+        )
 
 
 def _slurm_devices() -> list[int] | None:
