@@ -43,9 +43,6 @@ class Bundle:
     # progress' new report; `number` is the first leaf's
     update: Callable[..., tuple[list[Any], Any]]
 
-    def leaves(self, arrays: Sequence[Any]) -> list[Leaf]:
-        return _leaves_of(self.shapes, arrays)
-
 
 class Kind:
     """The leaves of all blocks with equal trees, and the programs that make and update them.
@@ -97,7 +94,7 @@ class Kind:
             return jax.tree.leaves((weights, [*map(self._new, places, weights)]))
 
         def update(g: Any, progress: Progress, number: Any, *old: Any) -> Any:
-            leaves = zip(places, _leaves_of(shapes, old), g, strict=True)
+            leaves = zip(places, leaves_of(shapes, old), g, strict=True)
             pairs = [self._updated(*x, progress.factor) for x in leaves]
             new = jax.tree.leaves([*zip(*pairs, strict=True)])
             kept = [jnp.where(progress.counts, *x) for x in zip(new, old, strict=True)]
@@ -137,7 +134,8 @@ class Kind:
         return weight, (_rest(master, weight), state)
 
 
-def _leaves_of(shapes: Any, arrays: Sequence[Any]) -> list[Leaf]:
+def leaves_of(shapes: Any, arrays: Sequence[Any]) -> list[Leaf]:
+    """Returns a bundle's leaves, from its `shapes` and its arrays."""
     weights, others = jax.tree.structure(shapes).unflatten(arrays)
     return [*zip(weights, others, strict=True)]
 

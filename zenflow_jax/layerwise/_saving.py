@@ -23,7 +23,7 @@ from zenflow_jax._checkpoint.stored import StoredArray, write_state
 from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.layerwise._blocks import Block, devices_of
-from zenflow_jax.layerwise._optimizer import Leaf
+from zenflow_jax.layerwise._optimizer import Leaf, leaves_of
 
 #: The number of the layout, in the name of an array.
 LAYOUT_NAME = "layout_2_of_layerwise_trainers"
@@ -59,7 +59,7 @@ class TrainerSnapshot:
         # Each of these writes a file.
         self._processes = sorted({device.process_index for device in devices_of(blocks)})
         kept = {
-            block.number + bundle.places.start: _Kept(bundle.leaves(arrays))
+            block.number + bundle.places.start: _Kept(leaves_of(bundle.shapes, arrays))
             for block in blocks
             for bundle, arrays in block.bundles
         }

@@ -17,7 +17,7 @@ from zenflow_jax._spec.arguments import check_numbers
 from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax.layerwise._blocks import Block, checksum_of_names, devices_of, make_blocks
 from zenflow_jax.layerwise._dispatch import Dispatcher
-from zenflow_jax.layerwise._optimizer import master_of
+from zenflow_jax.layerwise._optimizer import leaves_of, master_of
 from zenflow_jax.layerwise._progress import SAVED, decisions, new_progress
 from zenflow_jax.layerwise._saving import SavedState, TrainerSnapshot
 from zenflow_jax.layerwise._transfers import moved
@@ -216,7 +216,7 @@ class Trainer:
         """
         block, masters = self._block(name), list[jax.Array]()
         for bundle, arrays in block.bundles:  # a few leaves on the device at a time
-            leaves = bundle.leaves(moved("device", arrays))
+            leaves = leaves_of(bundle.shapes, moved("device", arrays))
             made = [_master(weight, rest) for weight, (rest, _) in leaves]
             masters += jax.block_until_ready(moved(HOST, made))
         return block.tree(masters)
@@ -226,8 +226,8 @@ class Trainer:
 
         Each is for the layer's tree with None in place of all other leaves.
         """
-        leaves = (bundle.leaves(arrays) for bundle, arrays in self._block(name).bundles)
-        return [state for bundle in leaves for _, (_, state) in bundle]
+        bundles = (leaves_of(x.shapes, arrays) for x, arrays in self._block(name).bundles)
+        return [state for leaves in bundles for _, (_, state) in leaves]
 
     def _block(self, name: int | str) -> Block:
         self.wait()

@@ -74,7 +74,7 @@ def plan_layerwise(
     sweep = (sum(w) + sent) * (not at_once)
     late, flights = _order(kinds, in_flight) if at_once else (sum(u), [0] * (len(w) + 1))
     flights.append(max(in_flight, largest[0]))
-    moments = _moments(work, trees, flights, micro_batches, on_host=on_host)
+    moments = _moments(work, kinds, flights, micro_batches, on_host=on_host)
     fullest = max(moments, key=lambda x: sum(x.values()))
     if not compiles:
         del fullest[TEMPORARIES]
@@ -130,8 +130,7 @@ class _Work(NamedTuple):
     """
 
     flops: float
-    inputs: Sequence[int]  # kept for the backward pass
-    shared: int  # what several layers keep together
+    inputs: Sequence[int]  # kept for the backward pass, except arrays that layers share
     outer: int  # the gradient of the outer weights that `last` reads
     carries: Sequence[int]  # the gradient of the carry, and at the loss also the carry
     temporaries: Sequence[int]
@@ -170,18 +169,16 @@ def _work_of(
         each = jax.tree.leaves(arrays)
         return sum(bytes_here(x) if x.sharding else nbytes(x) // shares for x in each)
 
-    inputs, shared, carries, temporaries, steps = [0], {}, [], [], []
+    inputs, carries, temporaries, steps = [0], [], [], []
     x, varying = batch, []
     for block, tree in zip(program.blocks, trees, strict=True):
         out, _ = call(block.forward, tree, x)
-        made = [_at(y, y.sharding) for y in out]  # new objects
         kept = [jax.tree.leaves(x)[j] for j in block.kept]
-        new = dataclasses.replace(block, forward=lambda *_, made=made: made).run(None, x)
+        new = dataclasses.replace(block, forward=lambda *_, out=out: out).run(None, x)
         g = [jax.tree.leaves(new)[j] for j in block.varying]
         run = block.backward(_places(g), _places(varying), several)[several]
         if steps:
             inputs.append(size(kept[: block.moving]))
-            shared |= {id(y): y for y in kept[block.moving :]}
         steps.append((run, tree, g, kept))
         carries.append(size(g))
         x, varying = new, g
@@ -194,8 +191,7 @@ def _work_of(
         temporaries.append(call(step, total, *arguments)[1])
     outer = size([y for y in g_outer if y is not None])
     carries.append(size(x) + carries[-1])
-    kept_by_all = size([*shared.values()])
-    return _Work(flops, inputs, kept_by_all, outer, carries, [*temporaries, at_loss])
+    return _Work(flops, inputs, outer, carries, [*temporaries, at_loss])
 
 
 def _order(kinds: Sequence[Kind], in_flight: int) -> tuple[int, list[int]]:
@@ -218,7 +214,7 @@ def _order(kinds: Sequence[Kind], in_flight: int) -> tuple[int, list[int]]:
 
 def _moments(
     work: _Work,
-    trees: Sequence[PyTree],
+    kinds: Sequence[Kind],
     flights: Sequence[int],
     micro_batches: int,
     *,
@@ -228,24 +224,17 @@ def _moments(
 
     `flights` has an entry for each. The layers' inputs may wait `on_host`.
     """
-    w = [sum(map(bytes_here, jax.tree.leaves(x))) for x in trees]
+    w = [x.weights_nbytes for x in kinds]
     # Of several micro-batches, the sum is float32, and the last program makes the gradient.
-    several = micro_batches > 1
-    sums = [sum(map(bytes_here, _float32(x))) if several else 0 for x in trees]
+    sums = [(micro_batches > 1) * sum(map(bytes_here, _float32(x.weights))) for x in kinds]
     g = [max(x, total) + x * (total > x) for x, total in zip(w, sums, strict=True)]
     moments = []
     for i, new in enumerate([*g, 0]):
         weights = w[0] + sum(w[max(i - 1, 1) : i + AHEAD])
         inputs = sum(work.inputs[max(i - AHEAD, 0) * on_host : i + 1])
-        held = micro_batches * (inputs + work.shared * (i > 0) + work.carries[i])
-        use = (
-            weights,
-            work.outer + new + sum(w[i + 1 : i + 2]),
-            held,
-            flights[i],
-            work.temporaries[i],
-        )
-        moments.append(use)
+        held = micro_batches * (inputs + work.carries[i])
+        gradients = work.outer + new + sum(w[i + 1 : i + 2])
+        moments.append((weights, gradients, held, flights[i], work.temporaries[i]))
     moments.append((w[0], g[0], 0, flights[-1], 0))
     names = "weights", "gradients of weights", "layers' inputs", "updates in flight", TEMPORARIES
     return [dict(zip(names, uses, strict=True)) for uses in moments]
