@@ -129,20 +129,19 @@ class ScannedModel:
     def _first(self, outer: PyTree, batch: PyTree) -> tuple[Any, Any]:
         cut = self._cut_of(batch)
         carry, shared = cut.front(jax.tree.leaves(outer), batch)
-        outputs = {i: jnp.zeros(x.shape, x.dtype) for i, x in cut.outputs.items() if i in cut.read}
+        outputs = {i: jnp.zeros(x.shape, x.dtype) for i, x in cut.outputs.items()}
         index = self._length - 1 if self._reverse else 0
         return (jnp.int32(index), carry, outputs), shared
 
     def _last(self, outer: PyTree, carry: PyTree, batch: PyTree) -> Any:
         cut, (_, carry, outputs) = self._cut_of(batch), carry
-        if missing := cut.read - outputs.keys():
+        if missing := cut.outputs.keys() - outputs.keys():
             raise ValueError(
                 f"This `last` reads output {min(missing)} of the scan at {cut.scan.line}, which "
                 "the trained loss does not read, so the trainer does not keep it. Let the trained "
                 "loss read it too, for example times zero, or compute it from the last carry."
             )
-        unread = {i: jnp.zeros(x.shape, x.dtype) for i, x in cut.outputs.items()}
-        return cut.behind(jax.tree.leaves(outer), batch, carry, unread | outputs)
+        return cut.behind(jax.tree.leaves(outer), batch, carry, outputs)
 
     def _cut_of(self, batch: PyTree) -> "_Cut":
         shapes = _shapes_of(batch)
@@ -175,20 +174,20 @@ class ScannedModel:
             return scan.carry, _Shared(scan.consts, layer_inputs, empty, self._stacks)
 
         def behind(outer: PyTree, batch: PyTree, carry: PyTree, outputs: dict[int, Any]) -> Any:
-            evaluation = _Cutting(_CHOOSER, results=[*carry, *outputs.values()])
+            unread = {i: jnp.zeros(x.shape, x.dtype) for i, x in made.items()}
+            evaluation = _Cutting(_CHOOSER, results=[*carry, *(unread | outputs).values()])
             results = evaluation.run_whole(traced, inputs(outer, batch))
             return jax.tree.unflatten(jax.tree.structure(loss), results)
 
         outer = [x for i, x in enumerate(self._shapes) if i not in self._stacks]
         carry, shared = jax.eval_shape(front, outer, batch)
-        made = shared.scan.body.out_avals[len(carry) :]
-        outputs = {
-            i: jax.ShapeDtypeStruct((self._length, *x.shape), x.dtype) for i, x in enumerate(made)
-        }
-        closed = jax.make_jaxpr(behind)(outer, batch, carry, outputs)
+        outputs = enumerate(shared.scan.body.out_avals[len(carry) :])
+        made = {i: jax.ShapeDtypeStruct((self._length, *x.shape), x.dtype) for i, x in outputs}
+        closed = jax.make_jaxpr(behind)(outer, batch, carry, made)
         begin = len(jax.tree.leaves((outer, batch, carry)))
-        read = {i - begin for i in live_inputs(closed.jaxpr) if i >= begin}
-        return _Cut(front, behind, shared.scan, outputs, read)
+        live = live_inputs(closed.jaxpr)
+        read = {i: x for i, x in made.items() if begin + i in live}
+        return _Cut(front, behind, shared.scan, read)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,8 +208,7 @@ class _Cut:
     front: Callable[..., Any]  # (outer leaves, batch) -> carry, shared
     behind: Callable[..., Any]  # (outer leaves, batch, carry, outputs) -> loss
     scan: Scan  # without values
-    outputs: dict[int, Any]  # shapes of the scan's outputs
-    read: set[int]  # the outputs that the loss depends on
+    outputs: dict[int, Any]  # shapes of the scan's outputs that the loss depends on
 
 
 @jax.tree_util.register_dataclass
