@@ -116,7 +116,7 @@ class Run:
         job, host = self.job, self.training.host
         self.meter = Meter(
             log_every=job.settings.log_every,
-            stats=(lambda: host.stats) if host else None,
+            stats=(lambda: host.stats) if isinstance(host, HostEngine) else None,
             max_skipped=job.settings.max_skipped,
             remedy=f"{causes_of_infinity(job.settings)} With --run {self.folder.name} and a lower "
             "--learning-rate, the run resumes from its last checkpoint, if any; another --run "
@@ -272,7 +272,7 @@ class Run:
             "total_s": time.perf_counter() - begun_s,
             "validation_before": self.validations[0][1],
             "validation_after": self.validations[-1][1],
-            "engine": dataclasses.asdict(host.stats) if host else None,
+            "engine": dataclasses.asdict(host.stats) if isinstance(host, HostEngine) else None,
         }
 
     def _validated(self, step: int) -> dict[str, float]:
