@@ -130,7 +130,8 @@ class _Work(NamedTuple):
     """
 
     flops: float
-    inputs: Sequence[int]  # kept for the backward pass, except arrays that layers share
+    inputs: Sequence[int]  # kept for the backward pass
+    shared: int  # what several layers keep together
     outer: int  # the gradient of the outer weights that `last` reads
     carries: Sequence[int]  # the gradient of the carry, and at the loss also the carry
     temporaries: Sequence[int]
@@ -169,16 +170,18 @@ def _work_of(
         each = jax.tree.leaves(arrays)
         return sum(bytes_here(x) if x.sharding else nbytes(x) // shares for x in each)
 
-    inputs, carries, temporaries, steps = [0], [], [], []
+    inputs, shared, carries, temporaries, steps = [0], {}, [], [], []
     x, varying = batch, []
     for block, tree in zip(program.blocks, trees, strict=True):
         out, _ = call(block.forward, tree, x)
+        made = [_at(y, y.sharding) for y in out]  # new objects
         kept = [jax.tree.leaves(x)[j] for j in block.kept]
-        new = dataclasses.replace(block, forward=lambda *_, out=out: out).run(None, x)
+        new = dataclasses.replace(block, forward=lambda *_, made=made: made).run(None, x)
         g = [jax.tree.leaves(new)[j] for j in block.varying]
         run = block.backward(_places(g), _places(varying), several)[several]
         if steps:
             inputs.append(size(kept[: block.moving]))
+            shared |= {id(y): y for y in kept[block.moving :]}
         steps.append((run, tree, g, kept))
         carries.append(size(g))
         x, varying = new, g
@@ -191,7 +194,8 @@ def _work_of(
         temporaries.append(call(step, total, *arguments)[1])
     outer = size([y for y in g_outer if y is not None])
     carries.append(size(x) + carries[-1])
-    return _Work(flops, inputs, outer, carries, [*temporaries, at_loss])
+    kept_by_all = size([*shared.values()])
+    return _Work(flops, inputs, kept_by_all, outer, carries, [*temporaries, at_loss])
 
 
 def _order(kinds: Sequence[Kind], in_flight: int) -> tuple[int, list[int]]:
@@ -232,7 +236,7 @@ def _moments(
     for i, new in enumerate([*g, 0]):
         weights = w[0] + sum(w[max(i - 1, 1) : i + AHEAD])
         inputs = sum(work.inputs[max(i - AHEAD, 0) * on_host : i + 1])
-        held = micro_batches * (inputs + work.carries[i])
+        held = micro_batches * (inputs + work.shared * (i > 0) + work.carries[i])
         gradients = work.outer + new + sum(w[i + 1 : i + 2])
         moments.append((weights, gradients, held, flights[i], work.temporaries[i]))
     moments.append((w[0], g[0], 0, flights[-1], 0))
