@@ -24,16 +24,19 @@ def moved(kind: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     if any(x.is_deleted() for x in arrays):  # otherwise the process could crash (jax 0.10.2)
         raise RuntimeError("An array was deleted, for instance by a donation. Pass a copy.")
     targets = [_target(x.aval, x.sharding, kind) for x in arrays]
-    moves = [(x, *target) for x, target in zip(arrays, targets, strict=True) if target]
-    sources, shardings, devices, _ = zip(*moves, strict=True) if moves else ((),) * 4
-    reuse = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(moves)
+    if None in targets:
+        pairs = [*zip(arrays, targets, strict=True)]
+        copies = iter(moved(kind, [x for x, target in pairs if target]))
+        return [next(copies) if target else x for x, target in pairs]
+    shardings, devices = [x[0] for x in targets], [x[1] for x in targets]
+    reuse = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(targets)
     copy = xla_client.batched_copy_array_to_devices_with_sharding
-    copies = iter(copy(sources, devices, shardings, reuse))
-    return [x if t is None else t[2](next(copies)) for x, t in zip(arrays, targets, strict=True)]
+    copies = copy([*arrays], devices, shardings, reuse)
+    return [typed(x) for (_, _, typed), x in zip(targets, copies, strict=True)]
 
 
 @functools.lru_cache(maxsize=4096)
-def _target(aval: Any, sharding: Any, kind: str) -> tuple[Any, Any, Any] | None:
+def _target(aval: Any, sharding: Any, kind: str) -> Any:
     """Returns a copy's sharding and devices, and a function that gives it its type."""
     # Empty arrays in host memory fail on GPUs.
     if not aval.size or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
