@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from zenflow_jax.layerwise._progress import Progress
-from zenflow_jax.layerwise._transfers import bytes_here
+from zenflow_jax.layerwise._transfers import bytes_here, stays
 
 #: Neighbouring leaves are updated together, by one program, up to this size.
 _BUNDLE_BYTES = 32 * 1024**2
@@ -106,8 +106,8 @@ class Kind:
             return kept, report
 
         arrays = jax.tree.leaves(shapes)
-        # A save or a caller may hold empty arrays, of which there are no copies.
-        copies = [3 + i for i, x in enumerate(arrays) if x.size]
+        # A save or a caller may hold arrays that are not fetched as copies.
+        copies = [3 + i for i, x in enumerate(arrays) if not stays(x)]
         where = [x.sharding for x in arrays]
         return (
             self._jit(init, out_shardings=where),

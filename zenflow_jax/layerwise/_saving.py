@@ -24,6 +24,7 @@ from zenflow_jax._device.memory import HOST, upload
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.layerwise._blocks import Block, devices_of
 from zenflow_jax.layerwise._optimizer import Leaf, leaves_of
+from zenflow_jax.layerwise._transfers import stays
 
 #: The number of the layout, in the name of an array.
 LAYOUT_NAME = "layout_2_of_layerwise_trainers"
@@ -143,7 +144,7 @@ class SavedState:
 def _array(saved: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns a saved array in the memory where it waits."""
     sharding: Any = shape.sharding
-    sharding = sharding.with_memory_kind(HOST if shape.size else "device")
+    sharding = sharding.with_memory_kind("device" if stays(shape) else HOST)
     shard, pieces = sharding.shard_shape(shape.shape), []
     for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
         bounds = [slice(*s.indices(n)[:2]) for s, n in zip(index, shape.shape, strict=True)]

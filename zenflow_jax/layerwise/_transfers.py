@@ -20,7 +20,7 @@ _SPACES = {HOST: jax.memory.Space.Host, "device": jax.memory.Space.Device}
 
 
 def moved(kind: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Starts to copy arrays to a memory kind of their devices; random keys and empty ones stay."""
+    """Starts to copy arrays to a memory kind of their devices, except keys and what `stays`."""
     if any(x.is_deleted() for x in arrays):  # otherwise the process could crash (jax 0.10.2)
         raise RuntimeError("An array was deleted, for instance by a donation. Pass a copy.")
     targets = [_target(x.aval, x.sharding, kind) for x in arrays]
@@ -38,12 +38,17 @@ def moved(kind: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 @functools.lru_cache(maxsize=4096)
 def _target(aval: Any, sharding: Any, kind: str) -> Any:
     """Returns a copy's sharding and devices, and a function that gives it its type."""
-    # Empty arrays in host memory fail on GPUs.
-    if not aval.size or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if stays(aval) or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return None
     new = sharding.with_memory_kind(kind)
     aval = aval.update(memory_space=_SPACES[kind])
     return new, new._internal_device_list, pxla.global_aval_to_result_handler(aval, new, True)
+
+
+def stays(x: Any) -> bool:
+    """Returns whether an array is always on its device: a number, such as a count, or empty."""
+    # Copies of any size take about as long; empty arrays in host memory fail on GPUs.
+    return math.prod(x.shape) < 2
 
 
 def bytes_here(x: Any) -> int:
