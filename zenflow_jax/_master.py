@@ -78,7 +78,7 @@ def iter_master_params(
     params = as_pure(params)
     opt_state = as_pure(opt_state)
     state = find_state(opt_state)
-    places = match_leaves(params, state).places
+    places = match_leaves(params, [leaf.spec for leaf in state.leaves]).places
     moment = engine._settled(params, opt_state)
     step, start = engine.stats.steps, moment()
     numbers = itertools.count()  # offloaded leaf numbers

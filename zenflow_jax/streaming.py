@@ -79,11 +79,12 @@ def stream(
             f"The state has send_gradients={state.send_gradients.value!r}. Streamed layers need "
             "'during_step'."
         )
-    found = match_leaves(params, state)
+    specs = [leaf.spec for leaf in state.leaves]
+    found = match_leaves(params, specs)
     weights = list(found.leaves)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(as_pure(params))]
     signs = state.schedule.provisional_share is not None
-    rank = mail_rank([leaf.spec for leaf in state.leaves])
+    rank = mail_rank(specs)
     for place, leaf in zip(found.places, state.leaves, strict=True):
         if _is_layer(leaf, paths[place], weights[place], where):
             check_layers_whole(leaf.spec, weights[place])

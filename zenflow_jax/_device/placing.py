@@ -17,13 +17,7 @@ from jaxtyping import PyTree
 from zenflow_jax._device.leaves import first_names, match_leaves
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Shard
-from zenflow_jax._device.state import (
-    LeafState,
-    ZenFlowState,
-    find_state,
-    places_of,
-    replace_state,
-)
+from zenflow_jax._device.state import ZenFlowState, find_state, places_of, replace_state
 from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
 from zenflow_jax._spec.mesh import (
     ArrayOrShape,
@@ -75,39 +69,30 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[ArrayOrShape]) -> ZenFl
     meshes = [x for x in known if isinstance(x, NamedSharding) and not x.mesh.empty]
     if not known or (not meshes and isinstance(known[0], NamedSharding)):
         return state
-    first = (meshes or known)[0]
+    first, mail_kind = (meshes or known)[0], HOST if state.send_gradients.in_step else None
 
     def put(
-        x: HasShape, spec: PartitionSpec, kind: str | None = None, like: Sharding = first
+        x: HasShape, spec: PartitionSpec, like: Sharding = first, kind: str | None = None
     ) -> jax.ShapeDtypeStruct:
-        if not isinstance(like, NamedSharding):
-            like = first
         if isinstance(like, NamedSharding):
-            sharding = NamedSharding(like.mesh, spec, memory_kind=kind)
-        else:
-            sharding = like if kind is None else like.with_memory_kind(kind)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            like = NamedSharding(like.mesh, spec, memory_kind=kind)
+        elif kind is not None:
+            like = like.with_memory_kind(kind)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like)
 
-    mail_kind = HOST if state.send_gradients.in_step else None
-
-    def put_leaf(leaf: LeafState, parameter: ArrayOrShape) -> LeafState:
-        layout = Shard(leaf.spec).partition(places_of(leaf.spec))
-        return jax.tree.map(partial(put, like=parameter.sharding), leaf, layout)
-
-    def put_mail(
-        mail: HasShape | None, leaf: LeafState, parameter: ArrayOrShape
-    ) -> jax.ShapeDtypeStruct | None:
-        if mail is None:
-            return None
-        spec = Shard(leaf.spec).at_host(len(mail.shape))
-        return put(mail, spec, mail_kind, parameter.sharding)
-
-    mail = tuple(map(put_mail, state.mail, state.leaves, leaves))
-    alike = state._replace(leaves=None, mail=None, step_scalars=None)
-    return jax.tree.map(lambda x: put(x, REPLICATED), alike)._replace(
-        leaves=state.leaves.replace(map(put_leaf, state.leaves, leaves)),
-        mail=mail,
-        step_scalars=jax.tree.map(lambda x: put(x, REPLICATED, mail_kind), state.step_scalars),
+    states, mail = [], []
+    for leaf, sent, parameter in zip(state.leaves, state.mail, leaves, strict=True):
+        like = parameter.sharding if isinstance(parameter.sharding, NamedSharding) else first
+        shard = Shard(leaf.spec)
+        layout = shard.partition(places_of(leaf.spec))
+        states.append(jax.tree.map(partial(put, like=like), leaf, layout))
+        at_host = None if sent is None else put(sent, shard.at_host(sent.ndim), like, mail_kind)
+        mail.append(at_host)
+    rest = state._replace(leaves=None, mail=None, step_scalars=None)
+    return jax.tree.map(lambda x: put(x, REPLICATED), rest)._replace(
+        leaves=state.leaves.replace(states),
+        mail=tuple(mail),
+        step_scalars=jax.tree.map(lambda x: put(x, REPLICATED, kind=mail_kind), state.step_scalars),
     )
 
 
@@ -207,6 +192,7 @@ def place(params: PyTree, opt_state: PyTree) -> Any:
 
 def weights_in_place(params: PyTree, state: ZenFlowState) -> list[Any]:
     """Returns the parameters of the state's leaves, after checking their placement."""
-    weights = match_leaves(params, state).weights
-    check_placement(weights, [leaf.spec for leaf in state.leaves])
+    specs = [leaf.spec for leaf in state.leaves]
+    weights = match_leaves(params, specs).weights
+    check_placement(weights, specs)
     return weights
