@@ -162,7 +162,6 @@ NOT_FOLLOWED = [
         ({"optimizer.type": "Adam"}, {"weight_decay": 0.01}, []),
         ({"gradient_clipping": REMOVE}, {"max_grad_norm": 1.0}, []),
         ({"gradient_clipping": 0.0}, {"max_grad_norm": None}, []),
-        ({"scheduler": {"params": {}}}, {"learning_rate": 2e-5}, ["scheduler"]),
         *(
             ({path: value}, from_deepspeed(TRAINING).arguments, [path])
             for path, value in NOT_FOLLOWED
@@ -307,6 +306,7 @@ WRONG = {
     "gradient_clipping": [-1, math.nan, math.inf],
     "scheduler": [
         {"type": "OneCycle"},
+        {"params": {}},
         {"type": "WarmupDecayLR"},
         {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
         {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
@@ -334,8 +334,8 @@ def selected(strategy, interval):
     ("changes", "arguments", "words"),
     [
         (selected("step", "auto"), {}, 'select_interval` is "auto".* a whole number '),
-        (selected("epoch", 1), {}, "select_strategy`.* steps_per_epoch="),
-        (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "needs a number"),
+        (selected("epoch", 1), {}, "zenflow.steps_per_epoch` is missing.* as an argument"),
+        (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "warmup_max_lr` is missing"),
         (
             scheduled("WarmupLR") | {"optimizer": REMOVE},
             {},

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,13 +83,16 @@ class State:
     opt_state: Any
 
 
+class Triple(NamedTuple):
+    epoch: int
+    params: Any
+    opt_state: Any
+
+
 # For each train state: a function that builds it from parameters and state, and one that makes the
 # step's result.
 STATES = {
-    "dict, alone": (
-        lambda p, s: {"params": p, "opt_state": s, "epoch": 3},
-        lambda state, other: state,
-    ),
+    "named tuple, alone": (lambda p, s: Triple(3, p, s), lambda state, other: state),
     "flax's, in a tuple": (
         lambda p, s: TrainState(0, None, params=p, tx=TX, opt_state=s),
         lambda state, other: (state, other),
@@ -101,8 +104,7 @@ STATES = {
 @pytest.mark.parametrize(("build", "wrap"), STATES.values(), ids=STATES)
 def test_a_step_with_a_train_state_exchanges(build, wrap, by_hand):
     def read(state):
-        fields = ("params", "opt_state")
-        return [state[x] if isinstance(state, dict) else getattr(state, x) for x in fields]
+        return state.params, state.opt_state
 
     def step(state, *, t):
         params, opt_state, other = PLAIN(*read(state), t)
@@ -113,7 +115,7 @@ def test_a_step_with_a_train_state_exchanges(build, wrap, by_hand):
         for t in range(STEPS):
             out = attached(state, t=t)
             assert type(out) is type(wrap(state, t))
-            values = out if isinstance(out, tuple | list) else [out]
+            values = out if type(out) in (tuple, list) else [out]
             state = next(x for x in values if type(x) is type(state))
         flushed = attached.flush(state)
     assert jax.tree.structure(flushed) == jax.tree.structure(state)
@@ -168,7 +170,6 @@ def test_with_multi_steps_a_flush_can_come_between_two_micro_batches():
 
 def test_calls_that_cannot_be_exchanged_are_rejected():
     params, state = start(TX)
-    tree = {"params": params, "opt_state": state}
     by_position = "Tell `attach` where they are"
     engine = HostEngine(params, state, **KERNEL)
     attached = attach(PLAIN, engine)
@@ -177,7 +178,8 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
     for call, error, words in (
         (lambda: attach(print, engine, engine_options=KERNEL), TypeError, "has its options"),
         (lambda: attach(PLAIN)(state, params, 0), TypeError, by_position),
-        (lambda: attach(PLAIN)(tree | {"opt_state": ()}), ValueError, "contains 0 ZenFlowStates"),
+        (lambda: attach(PLAIN)(State(params, ())), ValueError, "contains 0 ZenFlowStates"),
+        (lambda: attach(PLAIN)({"params": params, "opt_state": state}), TypeError, by_position),
         (lambda: no_result(params, state), TypeError, r"\(dict, int\) has neither"),
         (lambda: jax.jit(attach(PLAIN))(params, state, 0), TypeError, "outside jit"),
     ):

@@ -1,4 +1,4 @@
-"""Device programs that the engine runs between steps: merge, choose, enter and measure.
+"""Device programs that the engine runs between steps: merge, choose and enter.
 
 Each program handles all leaves. Parameters are always whole leaves; if `specs` describe ranges, all
 other arrays are also ranges.
@@ -34,7 +34,6 @@ from zenflow_jax._device.shards import (
     each_leaf,
 )
 from zenflow_jax._device.state import LeafState, ZenFlowState, cut, cut_state, put, put_state
-from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._device.step import provisional_change
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import StepScalars
@@ -208,12 +207,6 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
         channels,
     )
     return tuple(map(put, weights, new, specs))
-
-
-@partial(jax.jit, static_argnames="specs")
-def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
-    """Returns `kept_share` for leaves or ranges."""
-    return kept_share(list(map(cut, scores, specs)), list(map(cut, channels, specs)), specs)
 
 
 @partial(jax.jit, static_argnames="specs")

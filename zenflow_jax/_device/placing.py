@@ -18,7 +18,7 @@ from zenflow_jax._device.leaves import first_names, match_leaves
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Shard
 from zenflow_jax._device.state import ZenFlowState, find_state, places_of, replace_state
-from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
+from zenflow_jax._spec.leaf import LeafSpec, as_pure
 from zenflow_jax._spec.mesh import (
     ArrayOrShape,
     HasShape,
@@ -37,7 +37,6 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 f"{spec.name} in `params` is {type(weight).__name__}, not a jax array. Use "
                 "`jax.device_put`, outside jit."
             )
-        check_memory(spec.name, weight)
         if 0 in spec.shape:
             continue  # an empty leaf has no placement
         where, expected = placement_of(weight), _cuts(spec.placement)
@@ -46,10 +45,11 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 f"{spec.name} has the sharding {weight.sharding}. Put it on one device, or use a "
                 "NamedSharding."
             )
-        if _cuts(where) != expected:
+        if _cuts(where) != expected or weight.sharding.memory_kind == HOST:
             was = "on one device" if expected is None else f"divided by {expected[1]} of a mesh"
             raise ValueError(
-                f"{spec.name} has the sharding {weight.sharding}, but was {was} in `tx.init`. Keep "
+                f"{spec.name} has the sharding {weight.sharding}, but was {was}, in "
+                "device memory, in `tx.init`. Keep "
                 "its sharding, for example with `jax.jit(step, out_shardings=...)`; call `tx.init` "
                 "outside jit, or pass `param_shardings`."
             )

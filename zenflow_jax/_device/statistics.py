@@ -6,13 +6,14 @@ the scores show how much of the highest possible total score the selected channe
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from zenflow_jax._device.channels import contains
 from zenflow_jax._device.shards import CHANNELS, REPLICATED, Shard, each_leaf, on_each_device
-from zenflow_jax._device.state import Leaves
+from zenflow_jax._device.state import Leaves, cut
 from zenflow_jax._device.step import Verdict
 from zenflow_jax._spec.leaf import LeafSpec
 
@@ -49,20 +50,22 @@ def _sums(shard: Shard, squares: jax.Array, channels: jax.Array) -> jax.Array:
     return shard.sum_channels(jnp.stack([jnp.sum(x) for x in sides]))
 
 
+@partial(jax.jit, static_argnames="specs")
 def kept_share(
-    scores: Sequence[jax.Array], channels: Sequence[jax.Array], specs: Sequence[LeafSpec]
+    scores: Sequence[jax.Array], channels: Sequence[jax.Array], *, specs: tuple[LeafSpec, ...]
 ) -> jax.Array:
     """Returns the ratio of the selected channels' total score to that of the best k channels.
 
-    It is averaged over leaves, weighted by size: float32 () in [0, 1]; 1 while all scores are zero.
+    It is averaged over leaves or ranges, weighted by size: float32 () in [0, 1]; 1 while all scores
+    are zero. Arrays are of whole leaves.
     """
     sums = each_leaf(
         _selected_and_best,
         specs,
         [CHANNELS, CHANNELS],
         (REPLICATED, REPLICATED),
-        scores,
-        channels,
+        map(cut, scores, specs),
+        map(cut, channels, specs),
     )
     sizes = [math.prod(spec.shape) for spec in specs]
     total = jnp.zeros((), jnp.float32)

@@ -8,7 +8,6 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import PyTree
 
 from zenflow_jax._spec.mesh import Placement
@@ -140,22 +139,6 @@ class LeafSpec:
         assert self.axis is not None
         assert not self.trailing
         return math.prod(self.stack), channels, math.prod(self.shape[self.axis + 1 :])
-
-
-def check_memory(name: str, parameter: object) -> None:
-    """Rejects a parameter in host memory; the parameter may be traced or abstract."""
-    if isinstance(parameter, Tracer):
-        in_host_memory = jax.typeof(parameter).memory_space == jax.memory.Space.Host
-    else:
-        # The type of a shape, or of an array from a checkpoint library, may not show this (jax
-        # 0.10.2).
-        sharding = getattr(parameter, "sharding", None)
-        in_host_memory = getattr(sharding, "memory_kind", None) == "pinned_host"
-    if in_host_memory:
-        raise ValueError(
-            f"Parameter {name} is in host memory (pinned_host). Put it on a device; for layers "
-            "whose weights do not fit, use `zenflow_jax.layerwise`."
-        )
 
 
 def as_pure(tree: PyTree) -> PyTree:

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, check_memory, plain_name
-from zenflow_jax._spec.mesh import HasShape, Placement, divide_blocks, explicit_axes, placement_of
+from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, plain_name
+from zenflow_jax._spec.mesh import HasShape, divide_blocks, placement_of
 from zenflow_jax._spec.rules import round_up
 
 _logger = logging.getLogger("zenflow_jax")
@@ -42,11 +42,13 @@ def resolve_specs(params: PyTree, rules: LeafRules) -> tuple[LeafSpec, ...]:
     paths = jax.tree_util.tree_leaves_with_path(as_pure(params))
     if not paths:  # `params` may be any placeholder
         return ()
-    mask = rules.mask(params) if callable(rules.mask) else rules.mask
-    decayed = _spread("mask", True if mask is None else mask, params, "bools")
-    shardings, scales = _shardings(params, rules.param_shardings), _scales(params, rules.lr_scale)
+    decayed = _spread("mask", rules.mask, params, "bools")
+    shardings = _spread("param_shardings", rules.param_shardings, params, "NamedShardings")
+    scales = _scales(params, rules.lr_scale)
     return tuple(
-        dataclasses.replace(_resolve(*pair, rules, where), decay=bool(decay), lr_scale=scale)
+        dataclasses.replace(
+            _resolve(*pair, rules, where), decay=decay is None or bool(decay), lr_scale=scale
+        )
         for pair, decay, where, scale in zip(paths, decayed, shardings, scales, strict=True)
     )
 
@@ -64,11 +66,7 @@ def _resolve(
             f"float16 to bfloat16. {_KEEP_OUT}"
         )
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-    check_memory(name, leaf)
     place = placement_of(leaf, sharding)
-    if place is not None:
-        _check_types(name, place)
-        place = place.without_types()
     alone = LeafSpec(name, shape, dtype, None, k=0, placement=place)
     resident = rules.resident
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
@@ -100,24 +98,6 @@ _KEEP_OUT = (
 )
 
 
-def _check_types(name: str, place: Placement) -> None:
-    for axis, names in enumerate(place.block):
-        if explicit_axes(place.mesh).intersection(names) not in (set(), set(names)):
-            types = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
-            raise ValueError(
-                f"Axis {axis} of {name} mixes Auto and Explicit mesh axes: {names} of {types}. "
-                "Shard it over axes of one type."
-            )
-
-
-def _shardings(params: PyTree, param_shardings: PyTree) -> list[Any]:
-    """Returns the user's sharding for each leaf, or None if there is none."""
-    if param_shardings is None:
-        return [None] * len(jax.tree.leaves(params))
-    tree = param_shardings(params) if callable(param_shardings) else param_shardings
-    return _spread("param_shardings", tree, params, "NamedShardings")
-
-
 def _scales(params: PyTree, lr_scale: PyTree) -> list[float]:
     """Returns each leaf's factor for the learning rate."""
     if callable(lr_scale):
@@ -132,12 +112,16 @@ def _scales(params: PyTree, lr_scale: PyTree) -> list[float]:
 
 
 def _spread(name: str, tree: PyTree, params: PyTree, kind: str) -> list[PyTree]:
-    """Returns the value for each leaf of `params` from an argument that is a prefix tree."""
-    values: list[PyTree] = []
+    """Returns the value for each leaf of `params` from a prefix tree, or None without a tree.
+
+    The tree may also be a function of `params`.
+    """
+    tree, values = tree(params) if callable(tree) else tree, list[PyTree]()
     try:
         jax.tree.map(
             lambda x, part: values.extend([x] * len(jax.tree.leaves(part))),
             *map(as_pure, (tree, params)),
+            is_leaf=lambda x: x is None,
         )
     except ValueError as error:
         raise ValueError(
