@@ -172,7 +172,7 @@ def test_suspicious_leaves_raise_a_warning(caplog, tx, params, warning):
 
 WRONG_PARAMS = [
     (lambda: init({"dropout": jax.random.key(0), **PARAMS}), ValueError, "['dropout']"),
-    (lambda: init({"scale": 1.0}), TypeError, "['scale']"),
+    (lambda: init({"scale": 1.0}), ValueError, "['scale']"),
     (lambda: init(PARAMS, channel_axis=2), ValueError, "`channel_axis` is 2 for ['weight']"),
     (lambda: init(PARAMS, channel_axis=lambda path, x: None), ValueError, "is None for"),
     (lambda: init(PARAMS, mask={"kernel": True}), ValueError, "`mask`"),

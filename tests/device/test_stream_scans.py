@@ -157,7 +157,7 @@ MISUSES = {
     "custom derivative": (differentiated, r"`custom_vjp_call` reads"),
     "no scan": (
         lambda params, x: x @ params["layers"]["up"][0],
-        rf" reads \['layers'\]\['up'\] at .*{LINE}.*; or do not stream",
+        rf" reads \['layers'\]\['up'\] at .*{LINE}",
     ),
     "stacked in the loss": (
         jax.jit(joined),

@@ -59,12 +59,7 @@ def copy_to_host(pieces: PyTree) -> Any:
 
     Plain copies run at any time; a device program would wait for its turn.
     """
-    return jax.device_put(pieces, jax.tree.map(lambda x: beside(x, HOST), pieces))
-
-
-def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
-    (device,) = like.sharding.device_set
-    return SingleDeviceSharding(device, memory_kind=memory_kind)
+    return jax.device_put(pieces, jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST), pieces))
 
 
 def view(x: jax.Array) -> np.ndarray:

@@ -189,18 +189,13 @@ def put(whole: jax.Array, part: jax.Array, spec: LeafSpec) -> jax.Array:
 
 
 def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
-    if spec.start is None:
-        return leaf
     return jax.tree.map(lambda x: cut(x, spec), leaf).replace(spec=spec)
 
 
 def put_state(whole: LeafState, part: LeafState) -> LeafState:
     """Returns a leaf's state with a range's state inserted."""
-    spec = part.spec
-    if spec.start is None:
-        return part
-    part = part.replace(spec=whole.spec)
-    return jax.tree.map(lambda x, y: put(x, y, spec), whole, part)
+    same = part.replace(spec=whole.spec)
+    return jax.tree.map(lambda x, y: put(x, y, part.spec), whole, same)
 
 
 def find_state(opt_state: PyTree) -> ZenFlowState:

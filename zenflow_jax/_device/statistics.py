@@ -23,24 +23,18 @@ def window_statistics(squares: Sequence[jax.Array], leaves: Leaves, verdict: Ver
 
     All are zero if the step is skipped. `squares` are sums per channel, before clipping.
     """
-    per_leaf = [
-        _root_mean_squares(s, leaf.channels, verdict.factor, leaf.spec)
-        for s, leaf in zip(squares, leaves, strict=True)
-        if not leaf.spec.resident
-    ]
-    columns = jnp.stack(per_leaf, axis=1) if per_leaf else jnp.zeros((2, 0), jnp.float32)
-    row = jnp.concatenate([jnp.ones(1, jnp.float32), columns.ravel()])
+    columns = [jnp.zeros((2, 0), jnp.float32)]
+    for s, leaf in zip(squares, leaves, strict=True):
+        spec = leaf.spec
+        if spec.resident:
+            continue
+        sums = on_each_device(_sums, spec, [CHANNELS, CHANNELS], REPLICATED)(s, leaf.channels)
+        each = math.prod(spec.shape) // spec.n
+        counts = jnp.array([each * (spec.n - spec.k), each * spec.k], jnp.float32)
+        # Root mean squares of the leaf's clipped gradient: deferred, selected.
+        columns.append(jnp.sqrt(sums * jnp.square(verdict.factor) / counts)[:, None])
+    row = jnp.concatenate([jnp.ones(1, jnp.float32), jnp.concatenate(columns, axis=1).ravel()])
     return jnp.where(verdict.finite, row, jnp.zeros_like(row))
-
-
-def _root_mean_squares(
-    squares: jax.Array, channels: jax.Array | None, factor: jax.Array, spec: LeafSpec
-) -> jax.Array:
-    """Returns root mean squares of a leaf's clipped gradient: float32 [deferred, selected]."""
-    sums = on_each_device(_sums, spec, [CHANNELS, CHANNELS], REPLICATED)
-    each = math.prod(spec.shape) // spec.n
-    counts = jnp.array([each * (spec.n - spec.k), each * spec.k], jnp.float32)
-    return jnp.sqrt(sums(squares, channels) * jnp.square(factor) / counts)
 
 
 def _sums(shard: Shard, squares: jax.Array, channels: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ class _Sending(NamedTuple):
 class Streamed:
     """Stacked layers for `scan_layers`, or their gradient, or one layer inside the scan.
 
-    A `Streamed` is not an array, so any other read fails.
+    A `Streamed` is not an array, so any other read fails, with an error of jax or Python.
     """
 
     weights: PyTree
@@ -70,13 +70,6 @@ class Streamed:
     @property
     def dtype(self) -> Any:
         return self.weights.dtype
-
-    def __jax_array__(self) -> Any:
-        """Rejects conversion to an array, which all jax functions try."""
-        raise TypeError(
-            f"Only `streaming.scan_layers`, or a scan in `streaming.stream_scans(loss_fn)`, can "
-            f"read the {self.dtype} {self.shape} of `streaming.stream`."
-        )
 
 
 def is_streamed(x: object) -> TypeGuard[Streamed]:

@@ -10,7 +10,6 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
@@ -18,7 +17,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, plain_name
-from zenflow_jax._spec.mesh import HasShape, divide_blocks, placement_of
+from zenflow_jax._spec.mesh import divide_blocks, placement_of
 from zenflow_jax._spec.rules import round_up
 
 _logger = logging.getLogger("zenflow_jax")
@@ -54,16 +53,15 @@ def resolve_specs(params: PyTree, rules: LeafRules) -> tuple[LeafSpec, ...]:
 
 
 def _resolve(
-    path: KeyPath, leaf: object, rules: LeafRules, sharding: NamedSharding | None
+    path: KeyPath, leaf: Any, rules: LeafRules, sharding: NamedSharding | None
 ) -> LeafSpec:
     """Returns a leaf's spec, except for weight decay and learning rate."""
     name = plain_name(path)
-    if not isinstance(leaf, HasShape):
-        raise TypeError(f"{name} is not an array: {leaf!r}. {_KEEP_OUT}")
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
+    if (kind := getattr(leaf, "dtype", type(leaf))) not in DTYPES:
         raise ValueError(
-            f"{name} is {leaf.dtype}, but zenflow trains float32 and bfloat16. Cast weights in "
-            f"float16 to bfloat16. {_KEEP_OUT}"
+            f"{name} is {kind}, but zenflow trains arrays of float32 and bfloat16. Cast weights in "
+            "float16 to bfloat16. Exclude others with `optax.masked` or `optax.partition`; for an "
+            "nnx model, train `nnx.state(model, nnx.Param)`."
         )
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     place = placement_of(leaf, sharding)
@@ -90,12 +88,6 @@ def _resolve(
         rest = range(len(spec.stack), len(shape))
         place = divide_blocks(place, shape, [i for i in reversed(rest) if i != spec.axis])
     return dataclasses.replace(spec, k=k, placement=place)
-
-
-_KEEP_OUT = (
-    "Exclude it with `optax.masked` or `optax.partition`; for an nnx model, train "
-    "`nnx.state(model, nnx.Param)`."
-)
 
 
 def _scales(params: PyTree, lr_scale: PyTree) -> list[float]:
