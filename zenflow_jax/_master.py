@@ -130,4 +130,4 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
     takes = [BLOCK, places_of(spec), HOST_ORDER]
-    return on_each_device(masters, spec, takes, BLOCK)(weight, leaf, host)
+    return on_each_device(masters, spec, takes, BLOCK, weight, leaf, host)

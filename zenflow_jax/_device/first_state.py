@@ -58,25 +58,54 @@ def _make(
     jit: Callable[..., Any] = lambda f, **_: f,
 ) -> ZenFlowState:
     rank, sending = mail_rank(specs), static.send_gradients
-    leaves = jit(partial(_first_leaves, specs=specs, static=static))(weights)
+    state = jit(partial(_without_mail, specs=specs, static=static))(weights)
     # Mail is made separately, a leaf at a time, because the device has no room for all of it.
     first_mail = jit(_first_mail, static_argnums=(1, 2, 3))
     mail = tuple(
         None if spec.resident else first_mail(p, spec.anonymous, sending, rank)
         for p, spec in zip(weights, specs, strict=True)
     )
-    rest = jit(partial(_without_leaves, specs=specs, static=static))(weights)
-    return rest._replace(leaves=leaves, mail=mail)
+    return state._replace(mail=mail)
 
 
-def _first_leaves(
+def _without_mail(
     weights: list[jax.Array], *, specs: tuple[LeafSpec, ...], static: Static
-) -> LeafStates:
-    pairs = zip(weights, specs, strict=True)
-    made = (
-        on_each_device(partial(_first_leaf, spec=x), x, [BLOCK], places_of(x))(p) for p, x in pairs
+) -> ZenFlowState:
+    """Makes the state without mail; its numbers are on all of the run's devices."""
+    pairs = list(zip(weights, specs, strict=True))
+    leaves = [
+        on_each_device(partial(_first_leaf, spec=x), x, [BLOCK], places_of(x), p) for p, x in pairs
+    ]
+    in_step = static.send_gradients.in_step
+    rank = mail_rank(specs) if in_step else 1
+    statistics = static.schedule.first_state(sum(not spec.resident for spec in specs)).sums.size
+
+    def zeros(*_: jax.Array) -> StepScalars:
+        sizes = StepScalars.sizes(statistics)
+        return StepScalars(*(with_rank(jnp.zeros(size, dtype), rank) for size, dtype in sizes))
+
+    placed = [(p, x) for p, x in pairs if x.placement is not None]
+    scalars = zeros()
+    if placed:
+        p, spec = placed[0]
+        scalars = on_each_device(zeros, spec, [BLOCK], REPLICATED, p)
+    if in_step:
+        scalars = StepScalars(*(to_host(x, rank) for x in scalars))
+    # Tokens start from a number that differs between runs, but not when a run is repeated, so that
+    # an engine recognizes another run's state. The number is computed from a few leaves.
+    few = slice(None, None, len(weights) // 8 + 1)
+    bits = sum(fingerprints(weights[few], specs[few]), start=jnp.zeros((), jnp.uint32))
+    return ZenFlowState(
+        step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+        grad_norm=jnp.zeros((), jnp.float32),
+        leaves=LeafStates(tuple(leaves), static),
+        mail=(),
+        token=(bits & 0x3FFFFFFF).astype(jnp.int32),
+        step_scalars=scalars,
+        layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
     )
-    return LeafStates(tuple(made), static)
 
 
 def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
@@ -112,41 +141,5 @@ def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int)
         shape = shard.part.on_host.shape if sending.in_step else (1,) * len(spec.shape)
         return with_rank(jnp.zeros(shape, spec.mail_dtype), rank)
 
-    mail = on_each_device(zeros, spec, [BLOCK], partial(HOST_ORDER, rank=rank))(p)
+    mail = on_each_device(zeros, spec, [BLOCK], partial(HOST_ORDER, rank=rank), p)
     return to_host(mail, rank) if sending.in_step else mail
-
-
-def _without_leaves(
-    weights: list[jax.Array], *, specs: tuple[LeafSpec, ...], static: Static
-) -> ZenFlowState:
-    """Makes the rest of the state, on all of the run's devices."""
-    in_step = static.send_gradients.in_step
-    rank = mail_rank(specs) if in_step else 1
-    statistics = static.schedule.first_state(sum(not spec.resident for spec in specs)).sums.size
-
-    def zeros(*_: jax.Array) -> StepScalars:
-        sizes = StepScalars.sizes(statistics)
-        return StepScalars(*(with_rank(jnp.zeros(size, dtype), rank) for size, dtype in sizes))
-
-    placed = [(p, x) for p, x in zip(weights, specs, strict=True) if x.placement is not None]
-    scalars = zeros()
-    if placed:
-        p, spec = placed[0]
-        scalars = on_each_device(zeros, spec, [BLOCK], REPLICATED)(p)
-    if in_step:
-        scalars = StepScalars(*(to_host(x, rank) for x in scalars))
-    # Tokens start from a number that differs between runs, but not when a run is repeated, so that
-    # an engine recognizes another run's state. The number is computed from a few leaves.
-    few = slice(None, None, len(weights) // 8 + 1)
-    bits = sum(fingerprints(weights[few], specs[few]), start=jnp.zeros((), jnp.uint32))
-    return ZenFlowState(
-        step=jnp.zeros((), jnp.int32),
-        skipped=jnp.zeros((), jnp.int32),
-        skipped_in_a_row=jnp.zeros((), jnp.int32),
-        grad_norm=jnp.zeros((), jnp.float32),
-        leaves=LeafStates((), static),
-        mail=(),
-        token=(bits & 0x3FFFFFFF).astype(jnp.int32),
-        step_scalars=scalars,
-        layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
-    )

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from zenflow_jax._device.leaves import first_names, match_leaves
+from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Shard
 from zenflow_jax._device.state import ZenFlowState, find_state, places_of, replace_state
@@ -107,35 +107,28 @@ def check_in_place(state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
     On a mesh, each device would mistake its piece of an array for other channels. Mail in device
     memory has not left during the step, and a branch cannot return it.
     """
-    paths = jax.tree_util.tree_leaves_with_path(state)
     expected = jax.tree.leaves(with_shardings(state, weights))
-    misplaced = [
-        path
-        for (path, x), like in zip(paths, expected, strict=True)
-        if not _is_at(x, like.sharding)
-    ]
-    if misplaced:
-        numbers = {path[1].idx for path in misplaced if path[0].name in ("leaves", "mail")}
-        names = [state.leaves[i].spec.name for i in sorted(numbers)]
-        names = names or [jax.tree_util.keystr(path) for path in misplaced]
-        raise ValueError(
-            f"The state of {first_names(names)} is not where `tx.init(params)` puts it. Before the "
-            "first step, call `zenflow_jax.place(params, opt_state)`, and pass the result's "
-            'shardings to jit (docs/usage.md, "A state in another place").'
-        )
+    for (path, x), like in zip(jax.tree.leaves_with_path(state), expected, strict=True):
+        if not _is_at(x, like.sharding):
+            of_a_leaf = path[0].name in ("leaves", "mail")
+            name = state.leaves[path[1].idx].spec.name if of_a_leaf else jax.tree_util.keystr(path)
+            raise ValueError(
+                f"The state of {name} is not where `tx.init(params)` puts it. Before the first "
+                "step, call `zenflow_jax.place(params, opt_state)`, and pass the result's "
+                'shardings to jit (docs/usage.md, "A state in another place").'
+            )
 
 
 def check_arrays(state: PyTree, kinds: type | tuple[type, ...] = jax.Array) -> None:
     """Rejects leaves that are not arrays, such as shapes that a checkpoint library left."""
-    pairs = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: hasattr(x, "shape"))
-    wrong = [(path, x) for path, x in pairs if not isinstance(x, kinds) or isinstance(x, Tracer)]
-    if wrong:
-        names = first_names([jax.tree_util.keystr(path) for path, _ in wrong])
-        raise TypeError(
-            f"The optimizer state contains a {type(wrong[0][1]).__name__} instead of a jax array "
-            f"at {names}. Pass the step's state outside jit, for flax nnx to `exchange_nnx`; "
-            "`zenflow_jax.place(params, opt_state)` puts restored NumPy arrays on the devices."
-        )
+    for path, x in jax.tree.leaves_with_path(state, is_leaf=lambda x: hasattr(x, "shape")):
+        if not isinstance(x, kinds) or isinstance(x, Tracer):
+            raise TypeError(
+                f"The optimizer state contains a {type(x).__name__} instead of a jax array at "
+                f"{jax.tree_util.keystr(path)}. Pass the step's state outside jit, for flax nnx to "
+                "`exchange_nnx`; `zenflow_jax.place(params, opt_state)` puts restored NumPy arrays "
+                "on the devices."
+            )
 
 
 def place(params: PyTree, opt_state: PyTree) -> Any:

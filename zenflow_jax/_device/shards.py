@@ -6,7 +6,7 @@ goes through the same code, without a `shard_map`.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -146,70 +146,53 @@ CHANNELS, EACH_DEVICE = Shard.at_channels, Shard.at_each_device
 
 
 def on_each_device(
-    f: Callable[..., PyTree], spec: LeafSpec, takes: Sequence[PyTree], gives: PyTree
-) -> Callable[..., Any]:
+    f: Callable[..., PyTree], spec: LeafSpec, takes: Sequence[PyTree], gives: PyTree, *args: PyTree
+) -> Any:
     """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
     `takes` contains a place, or a prefix tree of places, for each argument, such as `BLOCK`; None
     allows any value. `gives` is the place, or tree of places, for the result.
     """
-    shard = Shard(spec)
-    place = spec.placement
+    shard, place = Shard(spec), spec.placement
     if place is None:
-        return lambda *args: f(shard, *args)
+        return f(shard, *args)
     in_specs, out_specs = shard.partition((tuple(takes), gives))
+    leaves, structure = jax.tree.flatten(args)
+    specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+    mesh = place.running_mesh(leaves)
+    if explicit := explicit_axes(mesh):
+        # With Explicit axes, jax does not move an argument to where `in_specs` expects it.
+        leaves = [
+            jax.sharding.reshard(x, NamedSharding(mesh, _only(explicit, spec)))
+            for x, spec in zip(leaves, specs, strict=True)
+        ]
+    # XLA crashes when it compiles an empty argument (jax 0.11.2, not 0.10.2), so `f` gets
+    # constants.
+    empty = {
+        i: (NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+        for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
+        if not np.size(x)
+    }
+    full = [i for i in range(len(leaves)) if i not in empty]
 
-    def mapped(*args: PyTree) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
-        mesh = place.running_mesh(leaves)
-        if explicit := explicit_axes(mesh):
-            # With Explicit axes, jax does not move an argument to where `in_specs` expects it.
-            leaves = [
-                jax.sharding.reshard(x, NamedSharding(mesh, _only(explicit, spec)))
-                for x, spec in zip(leaves, specs, strict=True)
-            ]
-        # XLA crashes when it compiles an empty argument (jax 0.11.2, not 0.10.2), so `f` gets
-        # constants.
-        empty = {
-            i: (NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
-            for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
-            if not np.size(x)
-        }
-        full = [i for i in range(len(leaves)) if i not in empty]
+    def on_one(*arrays: jax.Array) -> Any:
+        local = {i: jnp.zeros(*kind) for i, kind in empty.items()}
+        local.update(zip(full, arrays, strict=True))
+        return f(shard, *jax.tree.unflatten(structure, [local[i] for i in range(len(leaves))]))
 
-        def on_one(*arrays: jax.Array) -> Any:
-            local = {i: jnp.zeros(*kind) for i, kind in empty.items()}
-            local.update(zip(full, arrays, strict=True))
-            return f(shard, *jax.tree.unflatten(structure, [local[i] for i in range(len(leaves))]))
-
-        return jax.shard_map(
-            on_one,
-            mesh=mesh,
-            in_specs=tuple(specs[i] for i in full),
-            out_specs=out_specs,
-            # `Shard.gather` returns equal values on all devices, but their type does not show this.
-            check_vma=False,
-        )(*(leaves[i] for i in full))
-
-    return mapped
+    return jax.shard_map(
+        on_one,
+        mesh=mesh,
+        in_specs=tuple(specs[i] for i in full),
+        out_specs=out_specs,
+        # `Shard.gather` returns equal values on all devices, but their type does not show this.
+        check_vma=False,
+    )(*(leaves[i] for i in full))
 
 
 def _only(names: Collection[str], spec: PartitionSpec) -> PartitionSpec:
     axes = mesh_axes(spec, len(spec))
     return partition_spec(tuple(tuple(x for x in axis if x in names) for axis in axes))
-
-
-def each_leaf(
-    f: Callable[..., PyTree],
-    specs: Sequence[LeafSpec],
-    takes: Sequence[PyTree],
-    gives: PyTree,
-    *columns: Iterable[PyTree],
-) -> Iterator[Any]:
-    """Runs `on_each_device` for one leaf after another; a column contains every leaf's argument."""
-    for spec, *args in zip(specs, *columns, strict=True):
-        yield on_each_device(f, spec, takes, gives)(*args)
 
 
 def placed_gradient(g: jax.Array, spec: LeafSpec) -> jax.Array:

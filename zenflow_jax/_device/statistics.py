@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax._device.channels import contains
-from zenflow_jax._device.shards import CHANNELS, REPLICATED, Shard, each_leaf, on_each_device
+from zenflow_jax._device.shards import CHANNELS, REPLICATED, Shard, on_each_device
 from zenflow_jax._device.state import Leaves, cut
 from zenflow_jax._device.step import Verdict
 from zenflow_jax._spec.leaf import LeafSpec
@@ -28,7 +28,7 @@ def window_statistics(squares: Sequence[jax.Array], leaves: Leaves, verdict: Ver
         spec = leaf.spec
         if spec.resident:
             continue
-        sums = on_each_device(_sums, spec, [CHANNELS, CHANNELS], REPLICATED)(s, leaf.channels)
+        sums = on_each_device(_sums, spec, [CHANNELS, CHANNELS], REPLICATED, s, leaf.channels)
         each = math.prod(spec.shape) // spec.n
         counts = jnp.array([each * (spec.n - spec.k), each * spec.k], jnp.float32)
         # Root mean squares of the leaf's clipped gradient: deferred, selected.
@@ -53,17 +53,12 @@ def kept_share(
     It is averaged over leaves or ranges, weighted by size: float32 () in [0, 1]; 1 while all scores
     are zero. Arrays are of whole leaves.
     """
-    sums = each_leaf(
-        _selected_and_best,
-        specs,
-        [CHANNELS, CHANNELS],
-        (REPLICATED, REPLICATED),
-        map(cut, scores, specs),
-        map(cut, channels, specs),
-    )
     sizes = [math.prod(spec.shape) for spec in specs]
+    takes, gives = [CHANNELS, CHANNELS], (REPLICATED, REPLICATED)
     total = jnp.zeros((), jnp.float32)
-    for (selected, best), size in zip(sums, sizes, strict=True):
+    for spec, size, *args in zip(specs, sizes, scores, channels, strict=True):
+        args = [cut(x, spec) for x in args]
+        selected, best = on_each_device(_selected_and_best, spec, takes, gives, *args)
         total += jnp.where(best > 0, selected / best, 1.0) * (size / sum(sizes))
     return total if specs else jnp.ones((), jnp.float32)
 

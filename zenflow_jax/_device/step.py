@@ -100,7 +100,8 @@ def split_gradient(
         return GradientParts(shard.sum(squares), selected, sign, mail)
 
     gives = GradientParts(CHANNELS, PART, PART, partial(HOST_ORDER, rank=rank))
-    seen = on_each_device(split, spec, [PART, CHANNELS], gives)(placed_gradient(g, spec), channels)
+    g = placed_gradient(g, spec)
+    seen = on_each_device(split, spec, [PART, CHANNELS], gives, g, channels)
     if not crosses:
         return seen
     return seen._replace(mail=jax.device_put(seen.mail, jax.memory.Space.Host))
@@ -213,8 +214,8 @@ def _step(p: jax.Array, seen: GradientParts, leaf: LeafState, *scalars: Any) -> 
     places = places_of(leaf.spec)
     parts = GradientParts(CHANNELS, PART, PART, mail=None)
     takes = [BLOCK, parts, places, REPLICATED, REPLICATED, REPLICATED]
-    run = on_each_device(_step_on_device, leaf.spec, takes, (BLOCK, places))
-    return run(p, seen, leaf, *scalars)
+    args = p, seen, leaf, *scalars
+    return on_each_device(_step_on_device, leaf.spec, takes, (BLOCK, places), *args)
 
 
 def _step_on_device(
