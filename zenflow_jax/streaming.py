@@ -183,8 +183,7 @@ def scan_layers(
     """
 
     if any(map(is_streamed, jax.tree.leaves(layers, is_leaf=is_streamed))):
-        remedy = "let jit divide the batch, or scan layers that do not stream"
-        check_outside_of_shard_map("streaming.scan_layers", remedy)
+        check_outside_of_shard_map("streaming.scan_layers")
 
     def streaming_body(carry: PyTree, layer: PyTree) -> tuple[Any, Any]:
         return body(carry, _map_streamed(layer_weights, layer))

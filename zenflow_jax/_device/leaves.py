@@ -110,14 +110,12 @@ def check_update(updates: PyTree, params: PyTree, state: object) -> list[Any]:
     return jax.tree.leaves(params)
 
 
-def check_outside_of_shard_map(
-    name: str, remedy: str = "call it outside, on the resulting gradients"
-) -> None:
+def check_outside_of_shard_map(name: str) -> None:
     """Rejects calls inside `shard_map` and `pmap`, where each device would decide separately."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(
             f"`{name}` is called inside `jax.shard_map` or `jax.pmap` over "
-            f"{', '.join(map(repr, axes))}: {remedy}. Replace `pmap` with `jit` (docs/usage.md, "
-            '"Loops that need a change").'
+            f"{', '.join(map(repr, axes))}. Call it outside: let `jit` divide the batch "
+            '(docs/usage.md, "Loops that need a change").'
         )

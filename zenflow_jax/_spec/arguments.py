@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow, Select, Window
+from zenflow_jax._spec.leaf import DTYPES
 from zenflow_jax._spec.rules import check_int, check_int_or_none, check_share
 from zenflow_jax._spec.schedule import Schedule
 
@@ -74,11 +75,10 @@ def check_schedule(
 
 def check_transfer_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     """Returns the dtype that mail is cast to; None lets each leaf decide."""
-    if dtype is None:
-        return None
-    if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+    kind = None if dtype is None else np.dtype(dtype)
+    if kind not in (None, *DTYPES):
         raise ValueError(f"`transfer_dtype` must be bfloat16, float32 or None, got {dtype!r}.")
-    return np.dtype(dtype)
+    return kind
 
 
 def check_static(arguments: Mapping[str, object]) -> None:

@@ -134,8 +134,8 @@ def warn_of_leaves(
             "leaves that have two or more axes and do not match `resident`. Leave out "
             "`optax.flatten`, or change `resident` or `topk_ratio`."
         )
-    nodes = jax.tree.leaves(params, is_leaf=_is_masked)
-    masked = sum(map(_is_masked, nodes))
+    nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    masked = sum(isinstance(x, optax.MaskedNode) for x in nodes)
     if clips and masked:
         _logger.warning(
             "`max_grad_norm` clips by the norm of this `zenflow`'s leaves "
@@ -143,7 +143,3 @@ def warn_of_leaves(
             f"({masked}). If these are trained, use `optax.clip_by_global_norm` before the "
             "partition instead."
         )
-
-
-def _is_masked(x: object) -> bool:
-    return isinstance(x, optax.MaskedNode)
