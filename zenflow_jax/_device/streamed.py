@@ -123,9 +123,7 @@ def check_layers_whole(spec: LeafSpec, weights: PyTree) -> None:
 def layer_spec(spec: LeafSpec) -> LeafSpec:
     """Returns the spec for one entry on a leaf's first stack axis, as a separate leaf."""
     assert spec.axis is not None
-    place = spec.placement
-    if place is not None:
-        place = dataclasses.replace(place, block=place.block[1:], part=place.part[1:])
+    place = spec.placement and spec.placement.map(lambda axes: axes[1:])
     return dataclasses.replace(
         spec.anonymous, shape=spec.shape[1:], axis=spec.axis - 1, placement=place
     )

@@ -109,6 +109,10 @@ class LeafSpec:
         """Returns whether channels are the last axis; the host then has the last two exchanged."""
         return self.axis == len(self.shape) - 1 > 0
 
+    def exchanged(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """Returns one value per axis, such as a shape, in the host's axis order."""
+        return (*axes[:-2], axes[-1], axes[-2]) if self.trailing else axes
+
     def turned(self, x: T) -> T:
         """Returns a jax or NumPy array of this leaf in the host's axis order, or the reverse."""
         return x.swapaxes(-2, -1) if self.trailing else x
@@ -121,18 +125,9 @@ class LeafSpec:
         """
         if not self.trailing:
             return self
-
-        def exchanged(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-            return (*axes[:-2], axes[-1], axes[-2])
-
-        place = self.placement
-        if place is not None:
-            place = dataclasses.replace(
-                place, block=exchanged(place.block), part=exchanged(place.part)
-            )
-        return dataclasses.replace(
-            self, shape=exchanged(self.shape), axis=len(self.shape) - 2, placement=place
-        )
+        place = self.placement and self.placement.map(self.exchanged)
+        shape = self.exchanged(self.shape)
+        return dataclasses.replace(self, shape=shape, axis=len(shape) - 2, placement=place)
 
     def view3(self, channels: int) -> tuple[int, int, int]:
         """Returns the shape as `(entries, channels, width)`; `entries` covers the stack axes."""

@@ -8,7 +8,7 @@ parallelism), each works only on its *part* of it, as in ZeRO. Otherwise the par
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -45,6 +45,10 @@ class Placement:
     def count(self, axes: Sequence[str]) -> int:
         """Returns the number of pieces that these mesh axes cut an axis into."""
         return math.prod(self.mesh.shape[name] for name in axes)
+
+    def map(self, change: Callable[[MeshAxes], MeshAxes]) -> "Placement":
+        """Returns the placement of a leaf with other axes."""
+        return dataclasses.replace(self, block=change(self.block), part=change(self.part))
 
     @property
     def cuts(self) -> MeshAxes:
