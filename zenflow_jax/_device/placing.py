@@ -108,15 +108,17 @@ def check_in_place(state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
     memory has not left during the step, and a branch cannot return it.
     """
     expected = jax.tree.leaves(with_shardings(state, weights))
-    for (path, x), like in zip(jax.tree.leaves_with_path(state), expected, strict=True):
-        if not _is_at(x, like.sharding):
-            of_a_leaf = path[0].name in ("leaves", "mail")
-            name = state.leaves[path[1].idx].spec.name if of_a_leaf else jax.tree_util.keystr(path)
-            raise ValueError(
-                f"The state of {name} is not where `tx.init(params)` puts it. Before the first "
-                "step, call `zenflow_jax.place(params, opt_state)`, and pass the result's "
-                'shardings to jit (docs/usage.md, "A state in another place").'
-            )
+    pairs = zip(jax.tree.leaves_with_path(state), expected, strict=True)
+    misplaced = [path for (path, x), like in pairs if not _is_at(x, like.sharding)]
+    if misplaced:
+        of_leaves = [path[1].idx for path in misplaced if path[0].name in ("leaves", "mail")]
+        names = [state.leaves[i].spec.name for i in of_leaves]
+        names.append(jax.tree_util.keystr(misplaced[0]))
+        raise ValueError(
+            f"The state of {names[0]} is not where `tx.init(params)` puts it. Before the first "
+            "step, call `zenflow_jax.place(params, opt_state)`, and pass the result's shardings to "
+            'jit (docs/usage.md, "A state in another place").'
+        )
 
 
 def check_arrays(state: PyTree, kinds: type | tuple[type, ...] = jax.Array) -> None:
