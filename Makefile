@@ -47,7 +47,7 @@ help:
 	@echo "                 kept for the next run. Only \`make test\` is authoritative"
 	@echo "make test-compiled  compile all programs for a GPU and check them; needs no GPU. Two to four"
 	@echo "                 minutes, and a download of 230 MB"
-	@echo "make test-clients  run the tests that need Keras, equinox, haliax and datasets, in a separate environment"
+	@echo "make test-clients  run the tests that need Keras, equinox and haliax, in a separate environment"
 	@echo "make test-slurm  run the batch script under SLURM with two nodes on this machine: four minutes; needs"
 	@echo "                 Debian's packages slurm-wlm and munge"
 	@echo "make docs        build the documentation into build/site; two minutes, runs its examples"

@@ -33,7 +33,7 @@ from tests import processes
 # `test_eight_devices.py` runs them, in processes with eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
 collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_devices"]
-# `make test-clients` runs these, in an environment with Keras, equinox, haliax and datasets.
+# `make test-clients` runs these, in an environment with Keras, equinox and haliax.
 if importlib.util.find_spec("haliax") is None:
     collect_ignore.append("in_clients")
 collect_ignore.append("make_fixtures.py")  # needs torch
