@@ -131,13 +131,6 @@ def test_an_evaluation_before_and_after_a_run_gives_the_runs_metrics(tmp_path, c
         expected = {name: x for (at, name), x in rows.items() if at == step and name in METRICS}
         assert metrics_in(text) == pytest.approx(expected, abs=1e-4)
 
-    # All rows in another file, with fewer classes.
-    test = scripts.write(tmp_path / "test.csv", CSV.replace("so,it is a film\n", ""))
-    options = ["--data", str(test), "--validation-share", "1", "--model", str(run / "model")]
-    text = evaluated(config, *options)
-    assert "on 16 validation examples" in text
-    assert "newly initialized" not in text
-
     # An export has neither the data nor its classes, only what the checkpoints say about them.
     data.unlink()
     finetune.export(load_settings(run / "settings.toml"), "1", tmp_path / "out", print)

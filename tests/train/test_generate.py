@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from tests.compilations import times_compiled
-from tests.hf_models import FIXTURES, assert_close, change_config, load, write_model
+from tests.hf_models import FIXTURES, assert_close, load, write_model
 from train import generate
 from train.huggingface.tokenizer import read_tokenizer
 from train.model.sampling import Sampling, continue_tokens, narrow
@@ -88,7 +88,7 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
     assert run(capsys, *sampled, "--temperature", 1e-4)[1] == out
 
 
-def test_a_continuation_ends_at_an_end_token_or_at_the_last_position(folder, tmp_path, capsys):
+def test_a_continuation_ends_at_an_end_token(folder, tmp_path, capsys):
     copy = shutil.copytree(folder, tmp_path / "copy")
     tokenizer = read_tokenizer(copy, vocabulary=1000)
     prompt = [tokenizer.begin, *tokenizer.tokens.encode("the cat", add_special_tokens=False).ids]
@@ -97,12 +97,6 @@ def test_a_continuation_ends_at_an_end_token_or_at_the_last_position(folder, tmp
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, second]}))
     _, _, err = run(capsys, "--model", copy, "the cat", "--max-tokens", 9)
     assert "2 tokens" in err.splitlines()[1]
-
-    (copy / "generation_config.json").unlink()
-    change_config(copy, max_position_embeddings=10)
-    code, _, err = run(capsys, "--model", copy, "cats", "--max-tokens", 9, "--dtype", "float32")
-    assert code == 0
-    assert "cut off where the model's 10 positions end" in err
 
 
 def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys, monkeypatch):

@@ -25,10 +25,8 @@ def config_file(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("learning_rat = 1e-3", "unknown: --learning-rat=0.001"),
         ("steps = -1", "`steps`: must be a finite number of at least 0"),
         ("learning_rate = nan", "`learning_rate`: must be a finite number above 0, but is nan"),
-        ("steps = 3\nwidth 4", "the config is not valid TOML: .*line 2"),
         ('run = ".."', "`run`: must be the name of a folder"),
         ('stream = "weights"', "`optimizer`: must be 'adamw' or .* because stream is 'weights'"),
         ('optimizer = "sgd"\nhost_state = "compact"', "`host_state`: must be float32, because sgd"),
