@@ -7,16 +7,27 @@ import pytest
 
 import zenflow_jax
 from tests.compilations import times_compiled
-from tests.device.small_runs import (
-    apply,
-    describe,
-    example_params,
-    exchanged,
-    gradients_at,
-    make,
-)
+from tests.runs import Leaf, apply, describe, gradients, initial
 
 RTOL = 1e-6  # a few float32 roundings
+
+
+def make(learning_rate=1e-2, **options):
+    settings = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
+    return zenflow_jax.zenflow(learning_rate, **{**settings, **options})
+
+
+def leaves_in(dtype):
+    # 2 of the 6 channels of "weight" are selected.
+    return Leaf("bias", (3,), None, dtype), Leaf("weight", (6, 3), -2, dtype)
+
+
+def example_params(dtype="float32"):
+    return initial(leaves_in(dtype))
+
+
+def gradients_at(step, dtype="float32"):
+    return jax.device_put(gradients(leaves_in(dtype), step), jax.devices()[0])
 
 
 def test_all_kinds_of_init_agree():
@@ -66,17 +77,17 @@ def test_only_the_numbers_in_the_state_change():
     state = tx.init(params)
     expected, treedef = describe(state), jax.tree.structure(state)
     for t in range(1, 5):
-        gradients = gradients_at(t)
+        g = gradients_at(t)
         with (
             jax.enable_x64(True),
             jax.transfer_guard("allow" if t == 1 else "disallow"),  # constants may move initially
         ):
-            updates, state = update(gradients, state, params)
+            updates, state = update(g, state, params)
         assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
         assert jax.tree.structure(state) == treedef
         assert describe(state) == expected
         params = apply(params, updates)
-        state = exchanged(state)
+        state = state._replace(token=jnp.zeros_like(state.token))  # as after an exchange
     assert times_compiled(update) == 1
 
 

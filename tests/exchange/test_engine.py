@@ -16,8 +16,7 @@ import pytest
 import zenflow_jax
 from tests import comparisons, runs
 from tests.compilations import compilations, times_compiled
-from tests.device.small_runs import describe
-from tests.runs import BUSY, CALM, FEW, Plan, Settings, Training
+from tests.runs import BUSY, CALM, FEW, Plan, Settings, Training, describe
 
 
 def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mail_dtype():
