@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import threading
 
 import jax
 import numpy as np
@@ -23,7 +22,6 @@ from tests.resuming import (
 )
 from tests.runs import FIRST, ONE, SCANNED, SECOND, Training
 from zenflow_jax import AutoSelect, AutoWindow, HostEngine
-from zenflow_jax._exchange import updates
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._version import LAYOUT_NAME
 
@@ -203,16 +201,3 @@ def test_masters_from_different_steps_are_rejected():
         pair = [zenflow_jax.iter_master_params(x, training.state, training.engine) for x in trees]
         with pytest.raises(RuntimeError, match="Parameters changed while the masters of step 0"):
             next(zip(*pair, strict=True))
-
-
-def test_a_failed_constructor_leaves_no_threads_behind(monkeypatch):
-    def explode(*_):
-        raise MemoryError("no room for pending updates")
-
-    with Training(FIRST, SETTINGS) as training:
-        go(training, PLAN, 11)
-        checkpoint, before = saved(training), threading.active_count()
-        monkeypatch.setattr(updates.Updates, "resume", explode)
-        with pytest.raises(MemoryError, match="no room"):
-            resumed(training, checkpoint)
-        assert threading.active_count() == before

@@ -6,7 +6,6 @@
 import dataclasses
 import gc
 import sys
-import weakref
 from pathlib import Path
 
 import jax
@@ -127,19 +126,6 @@ def test_unread_mail_never_exceeds_the_memory_for_it(sending, most):
             unread.append(len(training.unread))
         training.flush()
     assert max(unread) == most
-
-
-def test_handed_over_state_does_not_stay_on_the_device():
-    with Training(FEW, BUSY) as training:
-        training.go(2)
-        training.step()
-        leaving = weakref.ref(training.state.leaves[2].mu)
-        reselections = training.engine.stats.reselections
-        training.exchange()  # it is this leaf's turn
-        training.settle()
-        gc.collect()
-        assert training.engine.stats.reselections == reselections + 1
-        assert leaving() is None
 
 
 def test_too_many_consecutive_skipped_steps_cause_an_error_even_across_a_checkpoint():

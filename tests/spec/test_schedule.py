@@ -1,7 +1,5 @@
 """Defaults and groups of the schedule; `test_agreement.py` compares it with the reference."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,15 +26,6 @@ def test_a_window_closes_when_its_share_of_leaves_is_ripe(share, leaves, needed)
 def test_channels_are_selected_every_sixteen_of_the_longest_windows(window, expected):
     tx = zenflow_jax.zenflow(1e-2, window_scaling=None, update_interval=window)
     assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == expected
-
-
-@pytest.mark.parametrize("options", [dict(rolling=False), dict(update_interval=AutoWindow())])
-def test_scaled_steps_with_updates_a_window_late_raise_a_warning(options):
-    with pytest.warns(UserWarning, match="Pass window_scaling=None"):
-        zenflow_jax.zenflow(1e-2, **options)
-    with warnings.catch_warnings(action="error"):
-        zenflow_jax.zenflow(1e-2, window_scaling=None, **options)
-        zenflow_jax.zenflow(1e-2)
 
 
 def test_a_large_scanned_model_has_even_groups_with_any_window():
