@@ -44,7 +44,6 @@ MESHES = {
     "fsdp": {"fsdp": 8},
     "two": {"fsdp": 4, "tensor": 2},
     "three": {"data": 2, "fsdp": 2, "tensor": 2},
-    "one": {"data": 1},
 }
 
 # The mesh axes that divide each leaf's axes. Axes that a mesh lacks have no effect.
@@ -83,10 +82,7 @@ PLACEMENTS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 def make_mesh(name: str, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
     axes = MESHES[name]
-    devices = jax.devices()[: 1 if name == "one" else None]
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=devices
-    )
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def shardings(

@@ -31,8 +31,6 @@ from tests.mistakes import (
     with_weight_in_host_memory,
 )
 from zenflow_jax import STATIC_ARGS, AutoSelect, AutoWindow, HostEngine, zenflow
-from zenflow_jax._exchange.pinned import check_pinned
-from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.attach import attach
 
 LOW = {"weight": jnp.ones((6, 3), jnp.bfloat16)}
@@ -41,9 +39,6 @@ ON_HOST = with_weight_in_host_memory(PARAMS)
 
 def placed_shape(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-GIB = 2**30
 
 
 def init(params, **options):
@@ -243,14 +238,3 @@ NO_ENGINE = [
 @table(*WRONG_OPTIONS, *WRONG_PARAMS, *NO_ENGINE)
 def test_a_mistake_is_rejected(call, exception, word):
     assert_told(call, exception, word)
-
-
-def test_pinned_memory_is_rejected_only_beyond_a_gpus_limit(monkeypatch):
-    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-    monkeypatch.delenv(name, raising=False)
-    check_pinned({"mail": 64 * GIB}, "cuda")
-    check_pinned({"mail": 99 * GIB}, "cpu")
-    with pytest.raises(UnfitRunError, match="64.5 for mail and 0.5 for hand-overs"):
-        check_pinned({"mail": 64.5 * GIB, "hand-overs": GIB // 2}, "cuda")
-    monkeypatch.setenv(name, "75")
-    check_pinned({"mail": 75 * GIB}, "gpu")

@@ -1,6 +1,5 @@
 """The placement of sharded parameters' state, and rejected placements."""
 
-import contextlib
 import math
 from functools import partial
 
@@ -111,30 +110,6 @@ def test_a_moved_state_is_rejected_until_it_is_placed(kind, again, name):
         comparisons.assert_same_bits(ours.values(), expected.values())
 
 
-@pytest.mark.parametrize(("kind", "context"), [(AUTO, EXPLICIT), (EXPLICIT, None)], ids=str)
-def test_a_state_from_a_program_with_other_axis_types_is_named_and_can_be_placed(kind, context):
-    of_params = meshes.shardings(meshes.make_mesh("three", kind), "both")
-    other = EXPLICIT if kind == AUTO else AUTO
-    shardings = meshes.shardings(meshes.make_mesh("three", other), "both")
-    with runs.Training(LEAVES, STALE, shardings=of_params) as ours:
-        ours.go(3)
-        ours.flush()
-    params = runs.place(runs.initial_values(LEAVES), shardings)
-    in_context = contextlib.nullcontext()
-    if context is not None:
-        in_context = jax.set_mesh(meshes.make_mesh("three", context))
-    with in_context:
-        state = runs.transformation(LEAVES, STALE).init(params)
-    params = runs.place(runs.initial_values(LEAVES), of_params)
-    with pytest.raises(ValueError, match="is not where `tx.init"):
-        zenflow_jax.HostEngine(params, state)
-    with runs.Training(LEAVES, STALE, shardings=of_params) as placed:
-        placed.state = zenflow_jax.place(params, state)
-        placed.go(3)
-        placed.flush()
-    comparisons.assert_same_bits(placed.values(), ours.values())
-
-
 @pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)
 def test_init_under_jit_places_its_state_like_init_outside_jit(kind, told):
     mesh = meshes.make_mesh("three", kind)
@@ -169,14 +144,6 @@ def test_a_misplaced_or_restored_state_is_placed_as_by_init_outside_jit(kind):
             assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
             assert y.sharding.memory_kind == x.sharding.memory_kind
     comparisons.assert_same_bits(jax.device_get(placed), jax.device_get(expected))
-
-
-def test_a_state_that_does_not_know_its_mesh_cannot_be_placed_on_it():
-    shardings = meshes.shardings(meshes.make_mesh("three", AUTO), "both")
-    params = runs.place(runs.initial_values(LEAVES), shardings)
-    tx = runs.transformation(LEAVES, STALE)
-    with pytest.raises(ValueError, match="pass `param_shardings`"):
-        zenflow_jax.place(params, jax.jit(tx.init)(params))
 
 
 class Model(nnx.Module):
