@@ -51,6 +51,14 @@ def undisturbed():
         return finish(engine, PARAMS, STATE, 5)
 
 
+def on_device(tree):
+    """Returns the tree in device memory, as from `jax.jit(tx.init, out_shardings=...)`."""
+    place = jax.sharding.SingleDeviceSharding(DEVICE, memory_kind="device")
+    return jax.device_put(tree, place)
+
+
+MISPLACED = "The state of ['weight'] is not where `tx.init(params)` puts it"
+
 # Calls with the first exchange's result.
 BEFORE = [
     (lambda e, p, s: e.exchange(jax.tree.map(jnp.copy, p), s), RuntimeError, "state of a new st"),
@@ -67,6 +75,7 @@ AFTER = [
     (lambda e, p, s: e.exchange(numpy_of(p), s), TypeError, "ndarray"),
     (lambda e, p, s: e.exchange(with_weight_in_host_memory(p), s), ValueError, IN_HOST_MEMORY),
     (lambda e, p, s: e.exchange(p, numpy_of(s)), TypeError, "ndarray"),
+    (lambda e, p, s: e.exchange(p, on_device(s)), ValueError, MISPLACED),
     (lambda e, p, s: e.exchange(p, shapes_of(s)), (TypeError, ValueError), "ShapeDtypeStruct"),
 ]
 
@@ -100,25 +109,6 @@ def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(runn
     with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
         call = functools.partial(other.exchange, PARAMS, STATE)
         assert_told(call, RuntimeError, "the state of a new step")
-
-
-def on_device(tree):
-    """Returns the tree in device memory, as from `jax.jit(tx.init, out_shardings=...)`."""
-    place = jax.sharding.SingleDeviceSharding(DEVICE, memory_kind="device")
-    return jax.device_put(tree, place)
-
-
-MISPLACED = "The state of ['weight'] is not where `tx.init(params)` puts it"
-
-
-def test_mail_in_device_memory_is_rejected_until_it_is_placed(running, undisturbed):
-    engine, *made = running
-    params, state = step(*made)
-    wrong = functools.partial(engine.exchange, params, on_device(state))
-    assert_told(wrong, ValueError, MISPLACED)
-    placed = zenflow_jax.place(params, on_device(state))
-    made = engine.exchange(params, placed)
-    jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 3), undisturbed)
 
 
 @pytest.mark.parametrize("tx", [TX, optax.MultiSteps(TX, 1)], ids=["alone", "in a branch"])
