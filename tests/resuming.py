@@ -106,7 +106,6 @@ def resume_by_orbax(training: Training, folder: Path, **engine: Any) -> Any:
         streamed = checkpointer.restore(engine_folder(folder), args=zenflow_jax.EngineRestore())
     training.params, training.state = restored["params"], restored["opt_state"]
     training.renew(engine_state=streamed, **engine)
-    training.t = int(training.state.step)
     return streamed
 
 

@@ -272,7 +272,7 @@ class Training:
         if send_gradients is not None:
             settings = dataclasses.replace(settings, send_gradients=send_gradients)
         self.settings, self.gradients = settings, gradients
-        self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
+        self.leaves, self.seed, self.shardings = leaves, seed, shardings
         self.tx, self.program = programs(leaves, settings, donate, partition, make, optimized)
         self.params = place(initial_values(leaves, seed), shardings)
         init = self.tx.init
@@ -291,11 +291,12 @@ class Training:
         self.engine.close()
 
     def renew(self, **options: Any) -> None:
-        """Replaces the engine with a new engine for the current parameters and state."""
+        """Replaces the engine with a new engine for the current parameters, state and step."""
         if self.engine is not None:
             self.engine.close()
         options = self.engine_options | options
         self.engine = zenflow_jax.HostEngine(self.params, self.state, **options)
+        self.t = int(self.inner.step)
 
     def step(self, *, bad: bool = False) -> None:
         self.t += 1

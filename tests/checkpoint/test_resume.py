@@ -63,7 +63,6 @@ def test_a_run_resumed_from_any_step_is_bit_identical(leaves, changes, engine):
         for t, checkpoint in enumerate(checkpoints[:last]):
             # A resumed run may prefetch different parts.
             with resumed(whole, checkpoint, prefetch_bytes=100 * (t % 2), **engine) as again:
-                again.t = t
                 # By then, the update in flight has arrived, and all later results depend on it.
                 soon = min(t + 4, last) if t % 6 else last
                 go(again, PLAN, soon)
@@ -90,7 +89,6 @@ def test_a_run_can_resume_with_another_format_for_moments(then):
                 np.testing.assert_allclose(x, y, rtol=0, atol=ROUNDED * abs(y).max())
         with resumed(training, saved(again), host_state=then) as back:
             comparisons.assert_same_bits(back.engine.state()["leaves"], once)
-            back.t = 11
             go(back, PLAN, PLAN.steps)
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(Training.values(back)))
 
@@ -107,7 +105,6 @@ def test_a_run_resumes_from_numpy_arrays():
         expected = end(whole)
         placed = runs.place(params, None), put_by_name(state, fresh), engine_state
         with resumed(whole, placed) as again:
-            again.t = 9
             go(again, PLAN, 14)
             comparisons.assert_same_bits(end(again), expected)
 
@@ -179,7 +176,6 @@ def test_an_engine_shares_no_memory_with_the_state_that_it_returns_or_resumes_fr
         comparisons.assert_same_bits(jax.tree.map(np.asarray, saved_tree), values)
         taken = copy.deepcopy(values)
         with resumed(training, (params, state, taken)) as again:
-            again.t = 7
             go(again, PLAN, 8)
             again.engine.state()  # sums mail
             go(again, PLAN, PLAN.steps)

@@ -105,7 +105,7 @@ def test_a_checkpoint_with_ranges_resumes_on_a_mesh_unless_the_mesh_divides_laye
                 with pytest.raises(ValueError, match="divides channels and layers alike"):
                     zenflow_jax.HostEngine(*both, engine_state=saved[2])
                 continue
-            (training.params, training.state), training.t = both, 7
+            training.params, training.state = both
             training.renew(engine_state=saved[2])
             training.go(12)
             training.flush()
