@@ -188,6 +188,13 @@ def test_a_failed_save_is_reported_and_does_not_block_the_run(wrong, tmp_path, m
         training.flush()
 
 
+def test_a_save_outside_a_file_system_or_of_a_closed_engine_fails(tmp_path):
+    with Training(ONE, SETTINGS) as training, pytest.raises(FileNotFoundError, match="gs:/bucket"):
+        save(training, "gs://bucket/9")
+    with pytest.raises(RuntimeError, match="engine is closed"):
+        save(training, tmp_path)
+
+
 def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_path, monkeypatch):
     def refused(error, words):
         with pytest.raises(error, match=words):
