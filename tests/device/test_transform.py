@@ -26,8 +26,8 @@ def example_params(dtype="float32"):
     return initial(leaves_in(dtype))
 
 
-def gradients_at(step, dtype="float32"):
-    return jax.device_put(gradients(leaves_in(dtype), step), jax.devices()[0])
+def gradients_at(step):
+    return jax.device_put(gradients(leaves_in("float32"), step), jax.devices()[0])
 
 
 def test_all_kinds_of_init_agree():
@@ -134,25 +134,6 @@ def test_the_device_keeps_a_leafs_selected_channels_or_all_channels(shape, optio
     assert bool(jax.tree.leaves(mail)) == (kept is not None)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "arrives", "clip"),
-    [
-        ("float32", "float32", 0.25),
-        ("bfloat16", "bfloat16", None),
-        ("bfloat16", "float32", None),
-    ],
-)
-def test_mail_equals_the_gradient_bit_for_bit_in_the_leafs_dtype(dtype, arrives, clip):
-    params, gradients = example_params(dtype), gradients_at(1, arrives)
-    tx = make(max_grad_norm=clip)
-    _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
-    mail = np.asarray(state.mail[1])
-    assert mail.dtype == dtype
-    assert mail.tobytes() == np.asarray(gradients["weight"].astype(mail.dtype)).tobytes()
-    norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in gradients.values()))
-    np.testing.assert_allclose(state.grad_norm, norm, rtol=1e-6)
-
-
 def test_gradients_are_checked_as_they_arrive_and_squared_in_float32():
     params, tx = example_params("bfloat16"), make(eps=0.0, max_grad_norm=1e6)
     update = jax.jit(tx.update)
@@ -165,3 +146,4 @@ def test_gradients_are_checked_as_they_arrive_and_squared_in_float32():
         leaf = state.leaves[1]
         np.testing.assert_allclose(leaf.mu, 0.1 * size, rtol=RTOL)
         np.testing.assert_allclose(leaf.scores, 3 * size**2, rtol=RTOL)
+        np.testing.assert_allclose(state.grad_norm, 21**0.5 * size, rtol=RTOL)

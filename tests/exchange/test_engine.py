@@ -77,23 +77,6 @@ def test_a_state_from_another_step_or_run_is_rejected(state_of):
             exchange_until_noticed(run)
 
 
-def test_flush_accepts_a_copied_state_but_rejects_earlier_states():
-    with Training(FEW, CALM) as run:
-        run.go(7)  # a window has just closed, and its update is in flight
-        before = run.params, run.state
-        run.state = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), run.state)
-        run.flush()
-        with pytest.raises(RuntimeError, match="the last `exchange` or `flush` returned"):
-            run.engine.flush(*before)
-        run.go(1)
-        run.flush()
-        # A step from an earlier state is rejected when its mail is read.
-        run.params, run.state = run.program(*before, runs.gradients(FEW, 9))
-        run.exchange()
-        with pytest.raises(RuntimeError, match="of a state that this engine did not return"):
-            run.flush()
-
-
 @pytest.mark.parametrize("donate", [False, True])
 def test_arrays_keep_their_placement_and_nothing_compiles_twice_or_moves_implicitly(donate):
     settings = dataclasses.replace(BUSY, max_grad_norm=20.0)
