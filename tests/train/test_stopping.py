@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,3 +121,22 @@ def test_a_signal_ends_a_process_at_once_if_nothing_needs_saving_or_if_it_is_the
     phase, shown
 ):
     assert output(start("-c", SIGNALS, phase)) == (-signal.SIGTERM, shown)
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, 0), (128 + signal.SIGTERM, 1), (1, 0)])
+def test_the_batch_script_requeues_only_a_job_that_a_signal_stopped(tmp_path, code, requeued):
+    for name in ("srun", "scontrol"):
+        ends = f"exit {code}" if name == "srun" else ""
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n{ends}\n')
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "PYTHON": "python"}
+    done = subprocess.run(
+        ["bash", "examples/finetune.sbatch", "job.toml", "--mesh", "data=2"],
+        cwd=kill_test.ROOT,
+        env=os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code
+    job = "srun --kill-on-bad-exit=0 python -m train.finetune job.toml --run job-7 --mesh data=2"
+    assert done.stdout.splitlines() == [job] + ["scontrol requeue 7"] * requeued
