@@ -15,7 +15,18 @@ from safetensors.numpy import load_file
 
 import zenflow_jax
 from tests import comparisons, runs
-from tests.resuming import PLAN, SETTINGS, assert_saved, end, go, read_engine_state, resumed, run_of
+from tests.resuming import (
+    PLAN,
+    SETTINGS,
+    assert_saved,
+    end,
+    go,
+    read_engine_state,
+    resume_by_orbax,
+    resumed,
+    run_of,
+    save_by_orbax,
+)
 from tests.runs import FIRST, ONE, SCANNED, Training
 from zenflow_jax import EngineCheckpointHandler
 from zenflow_jax._checkpoint import resume, saving
@@ -105,26 +116,17 @@ def test_a_save_does_not_contain_weights_loaded_afterwards(tmp_path):
 
 
 def test_a_run_resumes_from_a_checkpoint_manager(tmp_path):
-    with Training(FIRST, SETTINGS) as whole, ocp.CheckpointManager(tmp_path) as manager:
+    with Training(FIRST, SETTINGS) as whole, Training(FIRST, SETTINGS) as again:
         go(whole, PLAN, 9)
-        trees = {"params": whole.params, "opt_state": whole.state}
-        standard = {name: ocp.args.StandardSave(x) for name, x in trees.items()}
-        engine = zenflow_jax.EngineSave(whole.engine)
-        manager.save(9, args=ocp.args.Composite(engine=engine, **standard))
-        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, trees)
-        go(whole, PLAN, PLAN.steps)
-        expected = end(whole)
-        manager.wait_until_finished()
-        standard = {name: ocp.args.StandardRestore(x) for name, x in template.items()}
-        engine = zenflow_jax.EngineRestore()
-        restored = manager.restore(9, args=ocp.args.Composite(engine=engine, **standard))
-        with resumed(whole, (restored.params, restored.opt_state, restored.engine)) as again:
-            go(again, PLAN, PLAN.steps)
-            comparisons.assert_same_bits(end(again), expected)
+        folder = save_by_orbax(whole, tmp_path, until=PLAN.steps)
+        engine_state = resume_by_orbax(again, tmp_path)
+        go(again, PLAN, PLAN.steps)
+        comparisons.assert_same_bits(end(again), end(whole))
     # Other programs can also read the file.
-    (path,) = (tmp_path / "9" / "engine").glob("*.safetensors")
-    tensors = load_file(path)
-    np.testing.assert_array_equal(tensors["leaves/1/mu@0,0"], restored.engine["leaves"][1]["mu"])
+    (path,) = folder.glob("*.safetensors")
+    np.testing.assert_array_equal(
+        load_file(path)["leaves/1/mu@0,0"], engine_state["leaves"][1]["mu"]
+    )
 
 
 def test_an_engine_can_be_closed_while_it_waits_for_a_save(tmp_path, waits):
