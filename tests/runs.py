@@ -17,7 +17,6 @@ from jax.experimental import multihost_utils
 
 import zenflow_jax
 from tests.reference import Settings
-from zenflow_jax._exchange.messages import Update
 
 
 class Leaf(NamedTuple):
@@ -171,14 +170,6 @@ def with_a_bit(x: jax.Array, place: tuple[int, ...], bit: int) -> jax.Array:
     values = np.array(x)
     values.view(f"uint{8 * values.itemsize}")[place] ^= 1 << bit
     return jax.device_put(values, x.sharding)
-
-
-def describe(tree: Any) -> list[Any]:
-    """Returns everything about a tree's arrays except the numbers."""
-    return [
-        (jax.tree_util.keystr(path), x.aval, x.sharding, x.sharding.memory_kind, x.committed)
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    ]
 
 
 def transformation(
@@ -350,17 +341,6 @@ class Training:
         """Waits until the worker is idle, without a flush."""
         self.engine._mailbox.drain()
         self.engine._updates.wait()
-
-    def await_end(self) -> None:
-        """Waits until the worker has ended, after a failure."""
-        thread = self.engine._worker._thread
-        thread.join(60)
-        assert not thread.is_alive()
-
-    def fail(self) -> None:
-        """Makes the worker fail, unknown to the caller."""
-        self.engine._worker.post(Update(len(self.host.open), []))  # there is no such group
-        self.await_end()
 
     def history(self, plan: Plan) -> History:
         params, selected = [], []

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import zenflow_jax
+from tests.comparisons import describe
 from tests.compilations import times_compiled
-from tests.runs import Leaf, apply, describe, gradients, initial
+from tests.runs import Leaf, apply, gradients, initial
 
 RTOL = 1e-6  # a few float32 roundings
 

@@ -83,7 +83,7 @@ def test_a_run_with_stale_windows_equals_a_reference_that_knows_the_shards(where
 def test_compact_moments_on_a_mesh_are_rounded_like_the_references():
     # Each channel is whole and on one device only, so groups match the reference.
     with started(("fsdp", "channels", AUTO), STALE, host_state="compact") as training:
-        assert_agrees(training, PLAN, "compact")
+        assert_agrees(training, PLAN)
 
 
 # The tests above compare placements with the reference; this test compares with optax.
