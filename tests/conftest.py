@@ -81,15 +81,8 @@ settings.load_profile("zenflow_jax")
 
 
 @pytest.fixture
-def promotion_as_users_have_it():
-    """Allows promotion, which optax and jax's own `dot_product_attention` need."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture
 def as_scripts_run():
-    """Allows all promotion, as in scripts: jax's own attention promotes."""
+    """Allows all promotion, as in scripts: optax and jax's own attention promote."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -183,7 +183,7 @@ def test_a_template_can_access_neither_the_system_nor_the_date(written):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+@pytest.mark.usefixtures("as_scripts_run", "no_picture")
 def test_a_run_keeps_the_template_with_the_model_and_prompts_use_it(tmp_path, capsys):
     folder = write_model(tmp_path / "origin", "llama2")
     turns = [talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")]

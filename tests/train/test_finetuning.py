@@ -63,7 +63,7 @@ def validations(run: Path) -> list[tuple[str, ...]]:
 
 # In this process; `test_stopping.py` kills processes.
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+@pytest.mark.usefixtures("as_scripts_run", "no_picture")
 def test_an_interrupted_epoch_is_bit_identical_after_it_resumes(tmp_path, capsys):
     data, origin = tmp_path / "data", write_model(tmp_path / "origin", "llama2")
     data.mkdir()
@@ -105,7 +105,7 @@ def metrics_in(text):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+@pytest.mark.usefixtures("as_scripts_run", "no_picture")
 def test_an_evaluation_after_a_run_gives_the_runs_metrics(tmp_path, capsys):
     data = scripts.write(tmp_path / "a.csv", CSV)
     settings = {"task": "classification", "data": str(data), "sequence_length": 12}

@@ -20,7 +20,7 @@ F32_RTOL = 1e-5  # float32 sums of a few dozen terms in two orders
 F32_ATOL = 1e-6  # gradients below 1, whose terms may cancel
 
 
-pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 
 def numbers(count):

@@ -23,7 +23,7 @@ from train.run.folder import LOCK, run_lock
 
 STEPS = 63
 
-pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+pytestmark = pytest.mark.usefixtures("as_scripts_run", "no_picture")
 
 
 def stopped_after(last: int) -> Callable[[StopRequest, int], int | None]:

@@ -24,7 +24,7 @@ from zenflow_jax import find_state
 
 TINY = scripts.TINY | {"steps": 13, "warmup_steps": 2, "log_every": 4, "update_interval": 2}
 
-pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 
 def tiny_command(folder: Path, **changed) -> list[str]:
