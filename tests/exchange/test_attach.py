@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,12 @@ class State:
     opt_state: Any
 
 
+class Triple(NamedTuple):
+    epoch: int
+    params: Any
+    opt_state: Any
+
+
 def of_fields(state):
     return state.params, state.opt_state
 
@@ -80,12 +86,7 @@ FORMS = {
         tuple,
         {},
     ),
-    "a dict, alone": (
-        lambda p, s: ({"params": p, "opt_state": s, "epoch": 3},),
-        lambda state: (state["params"], state["opt_state"]),
-        None,
-        {},
-    ),
+    "a named tuple, alone": (lambda p, s: (Triple(3, p, s),), of_fields, None, {}),
     "flax's state": (
         lambda p, s: (TrainState(0, None, params=p, tx=TX, opt_state=s),),
         of_fields,
@@ -116,12 +117,12 @@ def test_a_step_of_any_form_exchanges(build, read, kind, options, by_hand):
     with attach(step, engine_options=KERNEL, **options) as attached:
         for t in range(STEPS):
             out = attached(*carried, t=t)
-            assert type(out) is (kind or dict)
+            assert type(out) is (kind or Triple)
             carried = tuple(out[: len(carried)]) if kind else (out,)
             assert not kind or out[-1] == t * 2
             assert_same_bits(read(*carried)[0], by_hand[t])
         flushed = attached.flush(*carried)
-    flushed = flushed if isinstance(flushed, tuple) else (flushed,)
+    flushed = flushed if type(flushed) is tuple else (flushed,)
     assert jax.tree.structure(flushed) == jax.tree.structure(carried)
     assert_same_bits(read(*flushed)[0], by_hand[-1])
 
