@@ -191,17 +191,14 @@ ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 
 
-def half_restored(state):
-    return state._replace(leaves=shapes_of(state.leaves))
-
-
 STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+HALF_RESTORED = STATE._replace(leaves=shapes_of(STATE.leaves))
 NO_ENGINE = [
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
     (lambda: engine(state=ADAM), ValueError, NO_STATE),
     (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), TypeError, "only 0-dim"),
     (lambda: engine(state=shapes_of(STATE)), TypeError, "at .step, .skipped"),
-    (lambda: zenflow_jax.place(PARAMS, half_restored(STATE)), TypeError, "at .leaves[0].steps, ."),
+    (lambda: zenflow_jax.place(PARAMS, HALF_RESTORED), TypeError, "at .leaves[0].steps, ."),
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),
     (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "without `optax.flatten`"),

@@ -69,11 +69,6 @@ def scheduled(name: str, **params: Any) -> dict:
     return {"scheduler": {"type": name, "params": params}}
 
 
-def zenflow_section(**keys):
-    """Returns a config whose `zenflow` section has only these keys."""
-    return changed({RULES: keys})
-
-
 def untranslated(config, **arguments):
     """Returns the options; checks that the only warning lists `not_translated`, if not empty."""
     with warnings.catch_warnings(record=True) as caught:
@@ -173,7 +168,7 @@ def selecting(strategy, interval, **more):
     ids=str,
 )
 def test_the_zenflow_section_has_deepspeeds_meaning_and_defaults(keys, steps_per_epoch, expected):
-    options = from_deepspeed(zenflow_section(**keys), steps_per_epoch=steps_per_epoch)
+    options = from_deepspeed(changed({RULES: keys}), steps_per_epoch=steps_per_epoch)
     assert {key: options.arguments[key] for key in expected} == expected
     _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow accepts it
 

@@ -17,13 +17,9 @@ def make(learning_rate=1e-2, **options):
     return zenflow_jax.zenflow(learning_rate, **{**settings, **options})
 
 
-def leaves_in(dtype):
-    # 2 of the 6 channels of "weight" are selected.
-    return Leaf("bias", (3,), None, dtype), Leaf("weight", (6, 3), -2, dtype)
-
-
 def example_params(dtype="float32"):
-    return initial(leaves_in(dtype))
+    # 2 of the 6 channels of "weight" are selected.
+    return initial((Leaf("bias", (3,), None, dtype), Leaf("weight", (6, 3), -2, dtype)))
 
 
 def test_all_kinds_of_init_agree():

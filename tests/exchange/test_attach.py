@@ -36,17 +36,10 @@ def gradients(params, t):
     return jax.tree.map(lambda p: p * jnp.sin(1.0 + t) + 0.1, params)
 
 
-def pair_step(tx):
-    @jax.jit
-    def step(params, opt_state, t):
-        with jax.numpy_dtype_promotion("standard"):  # `optax.MultiSteps` promotes dtypes
-            updates, opt_state = tx.update(gradients(params, t), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, t * 2
-
-    return step
-
-
-PLAIN = pair_step(TX)
+@jax.jit
+def plain_step(params, opt_state, t):
+    updates, opt_state = TX.update(gradients(params, t), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, t * 2
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +48,7 @@ def by_hand():
     (params, state), seen = start(TX), []
     with HostEngine(params, state, **KERNEL) as engine:
         for t in range(STEPS):
-            params, state, _ = PLAIN(params, state, t)
+            params, state, _ = plain_step(params, state, t)
             params, state = engine.exchange(params, state)
             seen.append(params)
         return [*seen, engine.flush(params, state)[0]]
@@ -109,7 +102,7 @@ FORMS = {
 @pytest.mark.parametrize(("build", "read", "kind", "options"), FORMS.values(), ids=FORMS)
 def test_a_step_of_any_form_exchanges(build, read, kind, options, by_hand):
     def step(*carried, t):
-        params, opt_state, other = PLAIN(*read(*carried), t)
+        params, opt_state, other = plain_step(*read(*carried), t)
         new = build(params, opt_state)
         return kind([*new, other]) if kind else new[0]
 
@@ -156,9 +149,9 @@ def test_calls_that_cannot_be_exchanged_are_rejected():
     params, state = start(TX)
     no_result = attach(lambda p, s: (p, 3), engine_options=KERNEL)
     for call, words in (
-        (lambda: attach(PLAIN)(state, params, 0), "Tell `attach` where they are"),
+        (lambda: attach(plain_step)(state, params, 0), "Tell `attach` where they are"),
         (lambda: no_result(params, state), r"\(dict, int\) has neither"),
-        (lambda: jax.jit(attach(PLAIN))(params, state, 0), "outside jit"),
+        (lambda: jax.jit(attach(plain_step))(params, state, 0), "outside jit"),
     ):
         with pytest.raises(TypeError, match=words):
             call()

@@ -54,10 +54,6 @@ def expected(tokenizer, texts):
     return sorted((i, ["kind", "unkind"].index(x)) for i, x in zip(ids, LABELS, strict=True))
 
 
-def json_lines(rows):
-    return records(*(dict(zip(rows[0], row, strict=True)) for row in rows[1:]))
-
-
 ROWS = [("id", "text", "label"), *((str(i), t, LABELS[i]) for i, t in enumerate(TEXTS))]
 
 
@@ -67,7 +63,7 @@ ROWS = [("id", "text", "label"), *((str(i), t, LABELS[i]) for i, t in enumerate(
         ("a.csv", as_csv(ROWS)),
         ("a.csv", "\ufeff" + as_csv(ROWS, delimiter=";")),
         ("a.CSV", as_csv([(" id", "text ", " label "), *ROWS[1:]])),
-        ("a.jsonl", json_lines(ROWS)),
+        ("a.jsonl", records(*(dict(zip(ROWS[0], row, strict=True)) for row in ROWS[1:]))),
     ],
     ids=["crlf", "semicolons", "spaces in the header", "jsonl"],
 )
