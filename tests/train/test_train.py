@@ -48,14 +48,6 @@ def test_the_split_follows_the_seed_and_no_file_is_on_both_sides(tmp_path):
     assert set(train).isdisjoint(validation)
 
 
-def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_path):
-    (tmp_path / "a.py").write_bytes(b"abcde")
-    (tmp_path / "b.py").write_bytes(b"fg")
-    windows = standard_library.windows(tmp_path, [Path("a.py"), Path("b.py")], sequence_length=4)
-    texts = [bytes(windows[i]["tokens"].astype(np.uint8)) for i in range(len(windows))]
-    assert texts == [b"\0abcd", b"de\0fg"]
-
-
 def test_weight_decay_excludes_norms_and_offload_selects_no_channel():
     params = nnx.as_pure(nnx.state(small_model(), nnx.Param))
     assert jax.tree.leaves(decayed(params)) == [x.ndim == 2 for x in jax.tree.leaves(params)]
