@@ -1,6 +1,5 @@
 """Packed files and their blocks: contents, how they are read, and rejected files."""
 
-import zlib
 from pathlib import Path
 
 import ml_dtypes
