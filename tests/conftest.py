@@ -90,7 +90,7 @@ def as_scripts_run():
 @pytest.fixture
 def no_picture(monkeypatch):
     """Stops scripts in this process from drawing losses, a quarter of a short run's time."""
-    monkeypatch.setattr("train.log.summary.write_pictures", lambda *_, **__: None)
+    monkeypatch.setattr("train.log.results.write_pictures", lambda *_, **__: None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
