@@ -63,23 +63,17 @@ FILES = {
 }
 
 
-def make(task, data, folder, bert, decoder, *, length):
-    options = {"sequence_length": length, "validation_share": 0.5, "seed": 0}
-    if task == "language":
-        return language.make(data, decoder, **options)
-    if task == "alpaca":
-        return answers.make_alpaca(data, decoder, **options)
-    if task == "chat":
-        template = read_template(folder, decoder.tokens, TEMPLATE)
-        return answers.make_chat(data, decoder, template, **options)
-    return classification.make(data, bert, classification.Columns("text", "label"), **options)
-
-
 @pytest.mark.parametrize(
     ("task", "file", "content", "match"), [(task, *x) for task in FILES for x in FILES[task]]
 )
 def test_a_file_that_no_task_accepts_is_named(tmp_path, bert, decoder, task, file, content, match):
     path = write(tmp_path / file, content)
-    data, length = path if file[0] == "a" else tmp_path, 512 if task == "alpaca" else 4
+    make, *arguments = {
+        "language": (language.make, decoder),
+        "alpaca": (answers.make_alpaca, decoder),
+        "chat": (answers.make_chat, decoder, read_template(tmp_path, decoder.tokens, TEMPLATE)),
+        "classification": (classification.make, bert, classification.Columns("text", "label")),
+    }[task]
+    data = path if file[0] == "a" else tmp_path
     with pytest.raises(DataError, match=match):
-        make(task, data, tmp_path, bert, decoder, length=length)
+        make(data, *arguments, sequence_length=512, validation_share=0.5, seed=0)
