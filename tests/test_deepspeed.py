@@ -261,6 +261,9 @@ WRONG = {
     "optimizer.type": ["auto"],
     f"{ADAM}.lr": ["auto", -1, math.nan],
     f"{ADAM}.betas": [[0.9]],
+    f"{ADAM}.amsgrad": [True],
+    f"{ADAM}.adam_w_mode": [False],
+    f"{ADAM}.bias_correction": [False],
     f"{ADAM}.max_grad_norm": [1.0],
     "scheduler": [
         {"type": "OneCycle"},
