@@ -200,9 +200,14 @@ def assert_agree_where_rounded(actual: History, desired: History) -> None:
 
 
 def describe(tree: Any) -> list[Any]:
-    """Returns everything about a tree's arrays except the numbers."""
+    """Returns everything about a tree's arrays except the numbers, in one spelling."""
     return [
-        (jax.tree_util.keystr(path), x.aval, x.sharding, x.sharding.memory_kind, x.committed)
+        (
+            jax.tree_util.keystr(path),
+            (x.shape, x.dtype, x.weak_type, x.committed),
+            x.sharding.memory_kind,
+            x.sharding.devices_indices_map(x.shape),
+        )
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
     ]
 
