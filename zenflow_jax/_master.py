@@ -78,7 +78,7 @@ def iter_master_params(
     params = as_pure(params)
     opt_state = as_pure(opt_state)
     state = find_state(opt_state)
-    places = match_leaves(params, state).places
+    places = match_leaves(params, [leaf.spec for leaf in state.leaves]).places
     moment = engine._settled(params, opt_state)
     step, start = engine.stats.steps, moment()
     numbers = itertools.count()  # offloaded leaf numbers
@@ -130,4 +130,4 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
     takes = [BLOCK, places_of(spec), HOST_ORDER]
-    return on_each_device(masters, spec, takes, BLOCK)(weight, leaf, host)
+    return on_each_device(masters, spec, takes, BLOCK, weight, leaf, host)

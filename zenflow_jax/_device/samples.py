@@ -26,7 +26,7 @@ def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Ar
 @partial(jax.jit, static_argnames="spec")
 def _checksum(weight: Array, *, spec: LeafSpec) -> Array:
     sum_bits = partial(_sum_bits, shape=spec.shape)
-    return on_each_device(sum_bits, spec, [BLOCK], REPLICATED)(weight)
+    return on_each_device(sum_bits, spec, [BLOCK], REPLICATED, weight)
 
 
 def _sum_bits(shard: Shard, weight: Array, *, shape: tuple[int, ...]) -> Array:
