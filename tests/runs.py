@@ -342,7 +342,7 @@ class Training:
 
     def fail(self) -> None:
         """Makes the worker fail, unknown to the caller."""
-        self.engine._worker.post(Update(len(self.host.open), []))  # there is no such group
+        self.engine._worker.post(Update(len(self.host.counted), []))  # there is no such group
         self.await_end()
 
     def history(self, plan: Plan) -> History:

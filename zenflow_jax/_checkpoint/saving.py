@@ -102,7 +102,7 @@ class Saver:
             pending=pending,
             token=self._tokens.number,
             params=self._checksum(),
-            counted=[window.counted for window in self._worker.host.open],
+            counted=list(self._worker.host.counted),
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:

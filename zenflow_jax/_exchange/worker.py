@@ -28,7 +28,7 @@ from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Mail, Update
 from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, new_host_state
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.state import ClosedWindow, HostLeaf, SelectedRows
+from zenflow_jax._host.state import ClosedWindow, HostLeaf
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
 # The interval at which a waiting caller checks whether the device still has work.
@@ -286,11 +286,10 @@ class Worker:
             if moved:
                 chosen, *rows = moved
                 turned, (*wide, steps) = group.specs[part.leaf].turned, map(view, rows)
-                old = SelectedRows.of([*map(turned, wide), steps], part.spec)
-                number = window.leaves[i]
+                old, number = [*map(turned, wide), steps], group.part_numbers[i]
                 new = self.host.hand_over(window, number, old, host_channels(chosen, part))
-                *wide, steps = new.on_device(part.spec)
-                arrays = (*map(turned, wide), steps)
+                wide = [turned(x.reshape(part.spec.selected_shape)) for x in new[:3]]
+                arrays = (*wide, new[3].reshape(steps.shape))
                 entering[i] = [upload(arrays, device) for device in part.devices]
         self._count(bytes_to_host=nbytes(in_host_memory), bytes_to_device=nbytes(entering))
         return entering
