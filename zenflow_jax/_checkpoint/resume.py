@@ -26,15 +26,14 @@ from zenflow_jax._checkpoint.tree import (
     options_of,
     place_of,
 )
+from zenflow_jax._device.checksums import checksums
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels
 from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import HostState
-from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._version import LAYOUT_NAME
 
@@ -52,8 +51,7 @@ class Joining:
         self._moment = int(read(state.step)), int(read(state.token))
         self._devices = devices_of(weights)
         # Before the block, because all processes must run this program.
-        specs = [leaf.spec for leaf in state.leaves]
-        self._params = 0 if engine_state is None else checksum(weights, specs)
+        self._params = 0 if engine_state is None else checksum(weights)
 
     def __enter__(self) -> "Joining":
         return self
@@ -174,9 +172,9 @@ _MAY_CHANGE = (
 )
 
 
-def checksum(weights: Sequence[jax.Array], specs: Sequence[LeafSpec]) -> int:
+def checksum(weights: Sequence[jax.Array]) -> int:
     """Returns a positive checksum over all bits of the parameters, the same on any mesh."""
-    sums = np.array(jax.device_get(fingerprints(weights, specs)), np.uint32)
+    sums = np.array(jax.device_get(checksums(weights)), np.uint32)
     return (zlib.crc32(sums.tobytes()) & 0x7FFFFFFF) or 1
 
 

@@ -111,11 +111,6 @@ class Shard:
         """Sums over the devices that work on different channels; the counterpart of `sum`."""
         return _psum(x, [x for x, apart in self._divisions() if apart])
 
-    def sum_blocks(self, x: jax.Array) -> jax.Array:
-        """Sums over the devices that hold different blocks."""
-        names = () if self._place is None else self._place.block
-        return _psum(x, [name for axis_names in names for name in axis_names])
-
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
         """Sums over all devices, including replicas."""
         return _psum(x, () if self._place is None else self._place.mesh.axis_names)
