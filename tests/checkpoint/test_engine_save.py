@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from orbax.checkpoint import future
 from safetensors.numpy import load_file
 
@@ -223,8 +224,12 @@ def test_a_failed_save_is_reported_and_does_not_block_the_run(wrong, tmp_path, m
 
 
 def test_a_save_outside_a_file_system_or_of_a_closed_engine_fails(tmp_path):
-    with Training(ONE, SETTINGS) as training, pytest.raises(FileNotFoundError, match="gs:/bucket"):
-        save(training, "gs://bucket/9")
+    words = "gs://bucket/9 is not on a file system. Save to a folder"
+    with Training(ONE, SETTINGS) as training:
+        for path in ("gs://bucket/9", epath.Path("gs://bucket/9")):
+            with pytest.raises(ValueError, match=words):
+                save(training, path)
+        training.go(5)  # no snapshot is left to wait for
     with pytest.raises(RuntimeError, match="engine is closed"):
         save(training, tmp_path)
 
