@@ -14,7 +14,7 @@ import jax
 from jaxtyping import PyTree
 
 from zenflow_jax._checkpoint.resume import Joining
-from zenflow_jax._checkpoint.saving import EngineSnapshot, Saver
+from zenflow_jax._checkpoint.saving import EngineSnapshot
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
@@ -25,6 +25,7 @@ from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
 from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress
+from zenflow_jax._exchange.tokens import Tokens
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of, is_compact
@@ -119,18 +120,16 @@ class HostEngine:
                 state, weights, offloaded, host_kernel, threads, max_skipped, compact=compact
             )
             self._checker = checks.StateChecker(state, weights)
-            self._progress = progress = Progress(state.schedule, run)
+            self._progress = Progress(state.schedule, run)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
             joining.resume(run, offloaded, worker, updates)
-            self._mailbox = Mailbox(worker, state)
-            self._tokens = tokens = self._mailbox.tokens
+            self._tokens = Tokens(state, weights)
+            self._mailbox = Mailbox(worker, state, self._tokens)
             self._lifecycle = life = Lifecycle(updates.pending)
-            self._saver = Saver(
-                state, weights, offloaded, host_kernel, tokens, worker, progress, updates, life
-            )
-            self._offloaded = offloaded
-        tokens.run = joining.number
+            self._offloaded, self._devices = offloaded, devices_of(weights)
+            self._abstract = jax.eval_shape(lambda x: x, state)  # does not keep arrays alive
+        self._tokens.run = joining.number
         # This must come last: a failed constructor must not leak a thread.
         worker.start()
         # A forgotten engine's thread ends on its own.
@@ -194,7 +193,7 @@ class HostEngine:
         # Rejects unsuitable parameters before any change.
         taken = self._checker.take(params)
         offloaded = self._offloaded.pick(taken.weights)
-        if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
+        if self._tokens.is_repeated(state, taken.weights):
             return params, opt_state
         self._tokens.check_new_step(state)
         self._checker.check_in_place(state, taken.weights)
@@ -222,7 +221,7 @@ class HostEngine:
             self._progress.passed(boundaries, state.step_scalars, measured)
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
-            self._saver.note(taken.weights)
+            self._tokens.note(taken.weights)
             return params, opt_state
 
     @recorded("flush")
@@ -264,7 +263,7 @@ class HostEngine:
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)
                 opt_state = replace_state(opt_state, state._replace(token=token))
-            self._saver.note(taken.weights)
+            self._tokens.note(taken.weights)
             return taken.tree, opt_state
 
     @recorded("state")
@@ -283,8 +282,7 @@ class HostEngine:
             RuntimeError: If the engine is closed, has failed, or was interrupted during a call.
             ValueError: If other processes have parts of the state.
         """
-        self._settle()
-        return self._saver.snapshot(0).tree()
+        return self._snapshot(0).tree()
 
     @recorded("state")
     def snapshot(self, copy_bytes: int | None = None) -> EngineSnapshot:
@@ -292,8 +290,16 @@ class HostEngine:
 
         Write or close it, otherwise the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
+        return self._snapshot(copy_bytes)
+
+    def _snapshot(self, copy_bytes: int | None) -> EngineSnapshot:
         self._settle()
-        return self._saver.snapshot(copy_bytes)
+        run, pending = self._progress.before_next_step(), self._updates.wait()
+        run = dataclasses.replace(run, pending=pending, token=self._tokens.number)
+        weights, where = self._tokens.weights, (self._offloaded, self._worker, self._devices)
+        snapshot = EngineSnapshot.take(self._abstract, run, weights, *where, copy_bytes)
+        self._lifecycle.saves(snapshot.written)
+        return snapshot
 
     @recorded("state")
     def _settled(self, params: PyTree, opt_state: PyTree) -> Callable[[], tuple[int, int]]:

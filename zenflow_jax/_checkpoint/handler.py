@@ -68,8 +68,8 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
 def _folder(directory: epath.PathLike) -> Path:
     if "://" in os.fspath(directory):
         raise ValueError(
-            f"{directory} is not on a file system. Save to a folder, or save `engine.state()` there "
-            'with `ocp.args.StandardSave` (docs/checkpoints.md, "Other ways to save").'
+            f"{directory} is not on a file system. Save to a folder, or save `engine.state()` with "
+            '`ocp.args.StandardSave` (docs/checkpoints.md, "Other ways to save").'
         )
     return Path(directory)
 

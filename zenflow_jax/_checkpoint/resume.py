@@ -29,11 +29,11 @@ from zenflow_jax._checkpoint.tree import (
 from zenflow_jax._device.checksums import checksums
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of
 from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host.state import HostState
+from zenflow_jax._host.state import HostLeaf, HostState
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._version import LAYOUT_NAME
 
@@ -78,10 +78,10 @@ class Joining:
         if self._saved is None or not offloaded.specs:
             return  # without offloaded leaves, the whole state is in the optimizer state
         _check_same_run(run, *self._moment, self._params)
-        _check_selection(offloaded, self._state)
-        before = _resume_host(worker.host, run, self._saved["leaves"], offloaded)
+        _check_selection(worker.leaves())
+        _resume_host(worker.host, run, self._saved["leaves"], offloaded)
         updates.note_channels(self._state.leaves)
-        updates.resume(run.pending, before)
+        updates.resume(run.pending)
 
 
 def _check_same_run(run: RunState, step: int, token: int, params: int) -> None:
@@ -100,41 +100,33 @@ def _check_same_run(run: RunState, step: int, token: int, params: int) -> None:
     )
 
 
-def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
+def _check_selection(leaves: Sequence[HostLeaf]) -> None:
     """Rejects channels that were selected with fewer devices along their axis."""
-    states = offloaded.pick(state.leaves)
-    for part in offloaded.parts:
-        channels = host_channels(part.of(states[part.leaf].channels), part)
-        if channels.size and not 0 <= channels.min() <= channels.max() < part.spec.n:
+    for leaf in leaves:
+        channels = leaf.channels
+        if channels.size and not 0 <= channels.min() <= channels.max() < leaf.spec.n:
             raise UnfitRunError(
-                f"When the channels of {part.spec.name} were selected, its channel axis was split "
+                f"When the channels of {leaf.spec.name} were selected, its channel axis was split "
                 "over fewer devices than now. Resume with at most as many devices along this axis."
             )
 
 
 def _resume_host(
     host: HostState, run: RunState, leaves: Sequence[Mapping[str, Any]], offloaded: OffloadedLeaves
-) -> list[np.ndarray]:
-    """Copies saved arrays into a new host state's arrays, a part at a time.
-
-    Returns each part's channels that were selected in the pending update's window.
-    """
-
-    def saved(part: Part, *names: str) -> dict[str, np.ndarray]:
-        leaf, spec = leaves[part.leaf], offloaded.specs[part.leaf]
-        return {name: leaf[name][place_of(name, part, spec)] for name in names}
-
-    def arrays(part: Part) -> dict[str, np.ndarray]:
-        sums = SUMS if run.counted[part.spec.group] else ()
-        return saved(part, "master", "mu", "nu", "steps", *sums)
-
+) -> None:
+    """Copies saved arrays into a new host state's arrays, a part at a time."""
     # Arrays from files are lazy, and stay so.
     leaves = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, leaves)
+
+    def arrays(part: Part) -> dict[str, np.ndarray]:
+        spec, sums = offloaded.specs[part.leaf], SUMS if run.counted[part.spec.group] else ()
+        names = ["master", "mu", "nu", "steps", *sums, *(["before"] if spec.k else [])]
+        saved = {name: leaves[part.leaf][name][place_of(name, part, spec)] for name in names}
+        if spec.k:
+            saved["before"] = saved["before"] - part.first
+        return saved
+
     host.resume(map(arrays, offloaded.parts), run.counted, closed=sum(run.window_lengths))
-    return [
-        saved(part, "before")["before"] if part.spec.k else np.zeros((*part.spec.stack, 0), "i4")
-        for part in offloaded.parts
-    ]
 
 
 def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:

@@ -8,8 +8,7 @@ import contextlib
 import dataclasses
 import operator
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,10 +27,8 @@ from zenflow_jax._checkpoint.tree import (
     place_of,
 )
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
-from zenflow_jax._exchange.progress import Lifecycle, Progress
-from zenflow_jax._exchange.tokens import Tokens
-from zenflow_jax._exchange.updates import Updates
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part
+from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
@@ -43,97 +40,6 @@ from zenflow_jax._version import LAYOUT_NAME
 _CHUNK = 1024 * 1024
 # The interval at which a waiting thread checks whether it should end.
 _POLL_S = 0.1
-
-
-class Saver:
-    """Saves an engine's state. Must be used on the engine's calling thread, with an idle worker."""
-
-    def __init__(
-        self,
-        state: ZenFlowState,
-        weights: Sequence[jax.Array],
-        offloaded: OffloadedLeaves,
-        host_kernel: str,
-        tokens: Tokens,
-        worker: Worker,
-        progress: Progress,
-        updates: Updates,
-        lifecycle: Lifecycle,
-    ):
-        self._devices = devices_of(weights)
-        self.note(weights)
-        self._abstract = jax.eval_shape(lambda x: x, state)  # does not keep arrays alive
-        self._offloaded, self._host_kernel = offloaded, host_kernel
-        self._worker, self._tokens = worker, tokens
-        self._progress, self._updates, self._lifecycle = progress, updates, lifecycle
-        self._unsaved: list[Snapshot] = []  # of saves that may still be running
-        worker.host.before_write = self._before_write
-
-    def note(self, weights: Sequence[jax.Array]) -> None:
-        """Records the caller's current parameters, without keeping them alive."""
-        self._weights = [weakref.ref(x) for x in weights]
-
-    def has_noted(self, weights: Sequence[jax.Array]) -> bool:
-        """Returns whether `weights` are the last noted parameters."""
-        return all(x is known() for x, known in zip(weights, self._weights, strict=True))
-
-    def _before_write(self, i: int) -> None:
-        """Waits until no checkpoint still needs the arrays of part `i`."""
-        for unsaved in self._unsaved:
-            if not unsaved.done:
-                self._worker.pause(partial(unsaved.before_write, i))
-
-    def _checksum(self) -> int:
-        """Returns the parameters' checksum; 0 before the first step, or if any was freed."""
-        weights = [x for known in self._weights if (x := known()) is not None]
-        # Before the first step, other parameters may be loaded.
-        alive = self._progress.step > 0 and len(weights) == len(self._weights)
-        alive = alive and not any(x.is_deleted() for x in weights)
-        # Other processes may have freed more, but all must run the same programs.
-        if not all(known for (known,) in gather([alive], self._devices).values()):
-            return 0
-        return checksum(weights)
-
-    def snapshot(self, copy_bytes: int | None) -> "EngineSnapshot":
-        """Returns the state without a copy, to be written while the run continues."""
-        pending = self._updates.wait()
-        run = dataclasses.replace(
-            self._progress.before_next_step(),
-            pending=pending,
-            token=self._tokens.number,
-            params=self._checksum(),
-            counted=list(self._worker.host.counted),
-        )
-        leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
-        if copy_bytes is None:
-            copy_bytes = sum(leaf.master.size for leaf in leaves)
-        parts, places, before, then = self._offloaded.parts, {}, {}, self._updates.before
-        saved = [i for i, part in enumerate(parts) if part.saved]
-        # Parts whose windows close next are written first.
-        saved.sort(key=lambda i: (-run.open_steps[parts[i].spec.group], parts[i].spec.group))
-        for i in saved:
-            part, selected = parts[i], then[i]
-            spec, counted = self._offloaded.specs[part.leaf], run.counted[part.spec.group]
-            names = [name for name in arrays[part.leaf] if counted or name not in SUMS]
-            places[i] = {name: place_of(name, part, spec) for name in names}
-            # A sum, because a live view of a device's array would block its donation.
-            before[i] = (leaves[i].channels if selected is None else selected) + part.first
-        adam = HostAdam(self._host_kernel, 1)
-        copy = partial(HostLeaf.copy, adam=adam)
-        snapshot = EngineSnapshot(
-            leaf_of=[part.leaf for part in parts],
-            arrays=arrays,
-            run=encoded(run, self._abstract),
-            moment=f"step {run.step}, token {run.token}",
-            before=before,
-            adam=adam,
-            places=places,
-            unsaved=Snapshot({i: leaves[i] for i in saved}, copy_bytes, copy),
-            processes=sorted({device.process_index for device in self._devices}),
-        )
-        self._unsaved = [*(x for x in self._unsaved if not x.done), snapshot.unsaved]
-        self._lifecycle.saves(snapshot.written)
-        return snapshot
 
 
 class Snapshot:
@@ -218,17 +124,64 @@ class Snapshot:
 class EngineSnapshot:
     """An engine's state at one moment, to be copied or written once, by any thread."""
 
-    leaf_of: Sequence[int]  # each part's leaf
+    parts: Sequence[Part]
     arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # for each offloaded leaf
     run: np.ndarray  # the encoded run state, which is equal in all processes
     moment: str  # equal in all processes, and only there
-    before: Mapping[int, np.ndarray]  # for each saved part, the array of that name
     adam: HostAdam  # sums mail, on the calling thread
     # For each saved part, the places of its arrays in the leaf's arrays; empty sums are left out.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
     unsaved: Snapshot  # the host's arrays of these parts
     processes: Sequence[int]  # ascending; each writes a file
     written: Future = field(default_factory=Future)  # cancelled if the state was not saved
+
+    @classmethod
+    def take(
+        cls,
+        state: ZenFlowState,
+        run: RunState,
+        weights: Sequence[jax.Array] | None,
+        offloaded: OffloadedLeaves,
+        worker: Worker,
+        devices: Collection[Any],
+        copy_bytes: int | None,
+    ) -> "EngineSnapshot":
+        """Takes an idle worker's arrays without a copy, to be written while the run continues.
+
+        `state` may be abstract. `run` lacks the worker's counts and the checksum of `weights`; None
+        means that some of these were freed.
+        """
+        run = dataclasses.replace(run, counted=list(worker.host.counted), params=0)
+        # Before the first step, other parameters may be loaded. Other processes may have freed
+        # more, but all must run the same programs.
+        known = run.step > 0 and weights is not None
+        if all(each for (each,) in gather([known], devices).values()) and weights is not None:
+            run.params = checksum(weights)
+        leaves, arrays, parts = worker.leaves(), arrays_of_leaves(state), offloaded.parts
+        if copy_bytes is None:
+            copy_bytes = sum(leaf.master.size for leaf in leaves)
+        saved = [i for i, part in enumerate(parts) if part.saved]
+        # Parts whose windows close next are written first.
+        saved.sort(key=lambda i: (-run.open_steps[parts[i].spec.group], parts[i].spec.group))
+        places = {}
+        for i in saved:
+            leaf, counted = parts[i].leaf, run.counted[parts[i].spec.group]
+            names = [name for name in arrays[leaf] if counted or name not in SUMS]
+            places[i] = {name: place_of(name, parts[i], offloaded.specs[leaf]) for name in names}
+        adam = HostAdam(worker.kernel, 1)
+        copy = partial(HostLeaf.copy, adam=adam)
+        unsaved = Snapshot({i: leaves[i] for i in saved}, copy_bytes, copy)
+        worker.unsaved = [*(x for x in worker.unsaved if not x.done), unsaved]
+        return cls(
+            parts=parts,
+            arrays=arrays,
+            run=encoded(run, state),
+            moment=f"step {run.step}, token {run.token}",
+            adam=adam,
+            places=places,
+            unsaved=unsaved,
+            processes=sorted({device.process_index for device in devices}),
+        )
 
     def close(self) -> None:
         """Lets the run overwrite all leaves, saved or not. Safe to call twice."""
@@ -249,7 +202,7 @@ class EngineSnapshot:
                 for name, place in self.places[i].items():
                     chunks = [x.reshape(-1) for _, x in self._elements(i, leaf, name)]
                     piece = np.concatenate(chunks).reshape(_size(place))
-                    leaves[self.leaf_of[i]][name][place] = piece
+                    leaves[self.parts[i].leaf][name][place] = piece
             self.written.set_result(None)
             return {"leaves": leaves, LAYOUT_NAME: self.run}
 
@@ -272,16 +225,18 @@ class EngineSnapshot:
             self.written.set_result(None)
 
     def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
-        return self.arrays[self.leaf_of[i]][name]
+        return self.arrays[self.parts[i].leaf][name]
 
     def _piece(self, i: int, name: str) -> str:
         start = ",".join(str(s.start) for s in self.places[i][name])
-        return f"leaves/{self.leaf_of[i]}/{name}@{start}"
+        return f"leaves/{self.parts[i].leaf}/{name}@{start}"
 
     def _elements(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the elements of part `i`'s array in chunks, each with its first index."""
-        if name in ("steps", "before"):
-            yield 0, leaf.steps if name == "steps" else self.before[i]
+        if name == "steps":
+            yield 0, leaf.steps
+        elif name == "before":
+            yield 0, leaf.before + self.parts[i].first
         elif name in SUMS:
             for begin in range(0, leaf.master.size, _CHUNK):
                 sums = self._sums(leaf, begin, min(begin + _CHUNK, leaf.master.size))

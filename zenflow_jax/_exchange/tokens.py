@@ -4,6 +4,9 @@ The engine puts a number into the state, the step sends it back in its mail (`Ma
 the state as used. So mail that was lost, and a state of another run or moment, never go unnoticed.
 """
 
+import weakref
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
@@ -19,7 +22,8 @@ class Tokens:
     checkpoint have different tokens.
     """
 
-    def __init__(self, state: ZenFlowState):
+    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array]):
+        self.note(weights)
         self.last = state.token  # the token in the last returned state
         self.number = int(read(state.token))  # the token as a Python number
         self.run = 0  # the run's random number, set once the processes have agreed on it
@@ -38,13 +42,25 @@ class Tokens:
         self._make(self.number + 500_009, like)
         return self.last
 
-    def is_repeated(self, state: ZenFlowState) -> bool:
-        """Returns whether this is the last returned state, passed again for the first time.
+    def note(self, weights: Sequence[jax.Array]) -> None:
+        """Records the parameters of the last returned state, without keeping them alive."""
+        self._weights = [weakref.ref(x) for x in weights]
 
-        Trainers that run their hooks again at the end pass this state. So does a loop that drops
-        its step's results; `check_new_step` then rejects its next step.
+    @property
+    def weights(self) -> list[jax.Array] | None:
+        """Returns these parameters, or None if any was freed."""
+        weights = [x for ref in self._weights if (x := ref()) is not None and not x.is_deleted()]
+        return weights if len(weights) == len(self._weights) else None
+
+    def is_repeated(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> bool:
+        """Returns whether these were returned last, and are passed again for the first time.
+
+        Trainers that run their hooks again at the end pass them. So does a loop that drops its
+        step's results; `check_new_step` then rejects its next step.
         """
         if self._repeated or not self._stepped or state.token is not self.last:
+            return False
+        if any(x is not ref() for x, ref in zip(weights, self._weights, strict=True)):
             return False
         self._repeated = True
         return True

@@ -13,7 +13,6 @@ import numpy as np
 from zenflow_jax._device.boundary import (
     LastMove,
     channel_rows,
-    channel_widths,
     choose,
     cut_states,
     enter,
@@ -22,7 +21,7 @@ from zenflow_jax._device.boundary import (
     put_states,
     split_uploads,
 )
-from zenflow_jax._device.memory import read, upload
+from zenflow_jax._device.memory import upload
 from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState
 from zenflow_jax._exchange.messages import Update
 from zenflow_jax._exchange.parts import (
@@ -61,20 +60,6 @@ class Updates:
         self._merged_uploads: list[Any] = []
         #: Updates that have not reached the parameters, by group, in the order of their windows.
         self.pending: dict[int, Update] = {}
-
-    @property
-    def before(self) -> list[np.ndarray | None]:
-        """Returns each part's channels `(entries, k)` in the pending window; None if unchanged."""
-        channels: list[np.ndarray | None] = [None] * len(self._parts)
-        for number, update in self.pending.items():
-            if update.before is not None:
-                group = self._offloaded.groups[number]
-                ends = np.cumsum(channel_widths(group.specs))[:-1]
-                for i, part in zip(group.part_numbers, group.parts, strict=True):
-                    rows = np.split(read(part.of(update.before)), ends, axis=1)
-                    shape = part.spec.view3(part.spec.k)[:2]
-                    channels[i] = rows[part.leaf].reshape(shape)
-        return channels
 
     def forget(self) -> None:
         self.pending.clear()
@@ -267,12 +252,12 @@ class Updates:
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return measure(scores, channels, specs=group.specs)
 
-    def resume(self, pending: Sequence[int], before: Sequence[np.ndarray]) -> None:
-        """Restores a saved run's pending updates, from masters that are already restored.
+    def resume(self, pending: Sequence[int]) -> None:
+        """Restores a saved run's pending updates, from host arrays that are already restored.
 
-        `pending` is the saved result of `wait`; `before` contains each part's saved channels,
-        numbered within its leaf.
+        `pending` is the saved result of `wait`.
         """
+        leaves = self._worker.leaves()
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
             if kind == NONE:
                 continue
@@ -286,7 +271,7 @@ class Updates:
             rows: dict[tuple[int, Any], list[np.ndarray]] = {}
             for i, part in zip(group.part_numbers, group.parts, strict=True):
                 for place in zip(part.positions, part.devices, strict=True):
-                    rows.setdefault(place, []).append((before[i] - part.first).reshape(1, -1))
+                    rows.setdefault(place, []).append(leaves[i].before.reshape(1, -1))
             pieces = [upload(np.concatenate(rows[x], axis=1), x[1]) for x in sorted(rows)]
             like = self._rows[number]
             assert like is not None, "the channels have been noted"

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -56,6 +56,9 @@ class Worker:
         adam = HostAdam(kernel, threads)
         weights = offloaded.pick(weights)
         self.host = new_host_state(weights, state, offloaded, adam, compact=compact)
+        self.host.before_write = self._before_write
+        self.kernel = kernel
+        self.unsaved: list[Any] = []  # a `Snapshot` for each save that may still be running
         # The worker's counts, replaced as a whole so that any thread can read them at any time.
         skipped = int(read(state.skipped_in_a_row))
         self.stats = EngineStats(skipped_in_a_row=skipped, host_bytes=self.host.nbytes)
@@ -112,20 +115,6 @@ class Worker:
         if len(leaves) != len(self._offloaded.parts):
             self.check()
         return leaves
-
-    def pause(self, wait: Callable[[Callable[[], bool]], bool]) -> None:
-        """Waits for a save before an array is overwritten, on any thread.
-
-        `wait` gets a function that returns whether the worker must end; if so, `wait` returns
-        False.
-        """
-        on_thread = threading.current_thread() is self._thread
-        work = self.recorder.works_at("wait for save", self._step) if on_thread else None
-        may_write = wait(lambda: self.closed)
-        if work is not None:
-            self.recorder.works_at(*work)
-        if not may_write:
-            raise _Stop if on_thread else RuntimeError("the engine was closed")
 
     def wait(self, future: Future, after: PyTree) -> Any:
         """Waits for the result of `future`, on the caller's thread.
@@ -185,6 +174,19 @@ class Worker:
             self.recorder.works_at(None)
             self.host.close()
             self._receiver.shutdown(wait=False)
+
+    def _before_write(self, i: int) -> None:
+        """Waits, on any thread, until no save still needs the arrays of part `i`."""
+        waits = [x for x in self.unsaved if not x.done]
+        if not waits:
+            return
+        on_thread = threading.current_thread() is self._thread
+        work = self.recorder.works_at("wait for save", self._step) if on_thread else None
+        may_write = all(x.before_write(i, lambda: self.closed) for x in waits)
+        if work is not None:
+            self.recorder.works_at(*work)
+        if not may_write:
+            raise _Stop if on_thread else RuntimeError("the engine was closed")
 
     def _turn(self) -> None:
         """Takes in one message, or runs one chunk of an update."""

@@ -46,6 +46,7 @@ class HostLeaf:
     nu: HostArray
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
     channels: np.ndarray  # int32 (entries, k), ascending: the selected channels
+    before: np.ndarray  # the channels that were selected in the last closed window
     open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
     spare: Sums | None = None  # sums of an earlier window, to be overwritten
 
@@ -56,13 +57,15 @@ class HostLeaf:
         """Makes a leaf with a copy of its parameter and zero moments."""
         shape = spec.view3(spec.n)
         mu, nu = new_moments(shape, compact=compact)
+        channels = np.array(channels, np.int32).reshape(shape[0], spec.k)
         leaf = cls(
             spec=spec,
             master=HostArray.zeros(shape, spec.dtype),
             mu=mu,
             nu=nu,
             steps=aligned_zeros(shape[:2], np.int32),
-            channels=np.array(channels, np.int32).reshape(shape[0], spec.k),
+            channels=channels,
+            before=channels,
         )
         leaf.master.write(weight)
         return leaf
@@ -98,7 +101,7 @@ class HostLeaf:
         return dataclasses.replace(self, open=window, spare=None)
 
     def copy(self, adam: HostAdam) -> "HostLeaf":
-        """Copies an alias, except channels, which are never overwritten.
+        """Copies an alias, except arrays of channels, which are never overwritten.
 
         `adam` sums the mail. Neither copy nor alias keeps it: pinned memory is scarce.
         """
@@ -193,15 +196,17 @@ class HostState:
     ) -> None:
         """Resumes a saved run's state; the selected channels are already in place.
 
-        For each leaf, `arrays` contains "master", "mu", "nu", "steps" and, if its open window has
-        gradients, their sum "total" and the sum of their "squares". `counted` lists the number of
-        steps in each group's open window.
+        For each leaf, `arrays` contains "master", "mu", "nu", "steps", "before" unless no channels
+        are selected, and, if its open window has gradients, their sum "total" and the sum of their
+        "squares". `counted` lists the number of steps in each group's open window.
         """
         self.windows, self.counted = closed, list(counted)
         for leaf, saved in zip(self.leaves, arrays, strict=True):
             for name in ("master", "mu", "nu"):
                 getattr(leaf, name).write(saved[name])
             leaf.steps[...] = saved["steps"].reshape(leaf.steps.shape)
+            if leaf.spec.k:
+                leaf.before = saved["before"].reshape(leaf.before.shape)
             if counted[leaf.spec.group]:
                 wide = (saved[name].reshape(leaf.master.shape) for name in ("total", "squares"))
                 leaf.open.sums = Sums(*map(copied, wide))
@@ -261,7 +266,7 @@ class HostState:
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
         )
         for leaf in leaves.values():
-            leaf.open = WindowGradients()
+            leaf.open, leaf.before = WindowGradients(), leaf.channels
         self._closed.append(closed)
         return closed
 
