@@ -202,7 +202,6 @@ class HostEngine:
             self._updates.note_channels(state.leaves)
         with self._lifecycle.change():
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
-            self._progress.step_made()
             self._mailbox.send(state, self._progress.step + 1)
             weights = self._updates.collect(offloaded, arriving, state, keep_move=True)
             leaves, measured = state.leaves, {}
@@ -213,7 +212,6 @@ class HostEngine:
                     self._updates.close_window(group)
                     if state.schedule.auto_select:
                         measured[group] = self._updates.measure(group, leaves)
-                self._progress.window_closed(group)
             weights = self._updates.collect(weights, at_once, state)
             if any(x is not y for x, y in zip(weights, offloaded, strict=True)):
                 taken = taken.put(self._offloaded.places, weights)
@@ -251,7 +249,7 @@ class HostEngine:
             self._checker.check_in_place(state, taken.weights)
         # An update mid-window would overwrite the provisional steps since the window opened.
         at_once = state.schedule.provisional_share is None
-        pending, open_steps = self._updates.pending, self._progress.open_steps
+        pending, open_steps = self._updates.pending, self._progress.run.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
         self._mailbox.drain()
         self._integrity.check(self._progress.step)

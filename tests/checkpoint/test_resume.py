@@ -21,7 +21,7 @@ from tests.resuming import (
     saved,
     without_tokens,
 )
-from tests.runs import FIRST, ONE, SCANNED, SECOND, Training
+from tests.runs import FIRST, SCANNED, SECOND, Training
 from zenflow_jax import AutoSelect, AutoWindow, HostEngine
 from zenflow_jax._exchange import updates
 from zenflow_jax._spec.rules import UnfitRunError
@@ -198,11 +198,11 @@ def test_masters_from_different_steps_are_rejected():
             with pytest.raises(RuntimeError, match="while the masters of step 5 were being read"):
                 list(each)
     # Before the first step, the engine adopts all parameters that it gets.
-    with Training(ONE, SETTINGS) as training:
-        trees = training.params, runs.initial(ONE, seed=1)
+    with Training(FIRST, SETTINGS) as training:
+        trees = training.params, runs.initial(FIRST, seed=1)
         pair = [zenflow_jax.iter_master_params(x, training.state, training.engine) for x in trees]
         with pytest.raises(RuntimeError, match="Parameters changed while the masters of step 0"):
-            next(zip(*pair, strict=True))
+            list(zip(*pair, strict=True))
 
 
 def test_a_failed_constructor_leaves_no_threads_behind(monkeypatch):

@@ -97,7 +97,7 @@ def check_failed_start(training: Training, me: int, count: int, saved: Any) -> N
     with pytest.MonkeyPatch.context() as monkeypatch:
         if last:
             error, words = MemoryError, "no room for the masters"
-            monkeypatch.setattr(worker, "new_host_state", explode)
+            monkeypatch.setattr(worker, "HostState", explode)
         with pytest.raises(error, match=words):
             zenflow_jax.HostEngine(training.params, training.state, engine_state=saved)
 

@@ -22,7 +22,6 @@ from zenflow_jax._checkpoint.tree import (
     SUMS,
     arrays_of_leaves,
     decoded,
-    first_run_state,
     options_of,
     place_of,
 )
@@ -66,7 +65,7 @@ class Joining:
     def run_state(self) -> RunState:
         """Returns the saved run's state, if it fits this run, or a new run's state."""
         if self._saved is None:
-            return first_run_state(self._state)
+            return RunState.first(self._state)
         return check_resumed(self._saved, self._state)
 
     def resume(

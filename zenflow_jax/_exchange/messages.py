@@ -16,10 +16,6 @@ class _Message:
     begun: bool = False  # whether the worker has started it
     arrived: Future | None = None  # resolves to the arrays in host memory; None without arrays
 
-    def arrays(self) -> Any:
-        assert self.arrived is not None, "the message has no arrays"
-        return self.arrived.result()
-
     @property
     def promises(self) -> list[Future]:
         return [self.done]

@@ -18,8 +18,6 @@ from jax.sharding import NamedSharding
 from zenflow_jax._device.memory import read, shape_with_rank, without_units
 from zenflow_jax._device.shards import Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.state import HostState
 from zenflow_jax._spec.groups import group_specs
 from zenflow_jax._spec.leaf import LeafSpec
 
@@ -64,7 +62,6 @@ class OffloadedLeaves:
     parts: tuple[Part, ...]
     prefetched: tuple[bool, ...]  # for each part, whether the worker uploads its update
     groups: tuple["Group", ...]
-    shardings: tuple[Any, ...]  # for arrays assembled from parts
 
     @classmethod
     def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
@@ -75,8 +72,7 @@ class OffloadedLeaves:
         groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))
         early = within(specs, prefetch_bytes)
         prefetched = tuple((part.leaf, part.spec.start) in early for part in parts)
-        shardings = tuple(part_sharding(state.leaves[i].mu, state.leaves[i].spec) for i in places)
-        return cls(tuple(places), specs, parts, prefetched, groups, shardings)
+        return cls(tuple(places), specs, parts, prefetched, groups)
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
@@ -178,28 +174,6 @@ def within(specs: Sequence[LeafSpec], budget: int | None) -> set[tuple[int, int 
 
 def devices_of(weights: Sequence[jax.Array]) -> set[Any]:
     return {device for weight in weights for device in weight.sharding.device_set}
-
-
-def new_host_state(
-    weights: Sequence[jax.Array],
-    state: ZenFlowState,
-    offloaded: OffloadedLeaves,
-    adam: HostAdam,
-    *,
-    compact: bool,
-) -> HostState:
-    """Makes the host's arrays from the parameters of the offloaded leaves."""
-    parts, states, specs = offloaded.parts, offloaded.pick(state.leaves), offloaded.specs
-    return HostState(
-        [part.spec for part in parts],
-        # A generator, because apart from the masters there is room for a copy of only one part.
-        (host_part(weights[part.leaf], part, specs[part.leaf]) for part in parts),
-        (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
-        adam,
-        state.schedule,
-        offloaded.pieces,
-        compact=compact,
-    )
 
 
 def host_part(weight: jax.Array, part: Part, spec: LeafSpec) -> np.ndarray:

@@ -140,23 +140,23 @@ class Updates:
             )
         self.loads += 1
 
-    def masters(self, number: int) -> jax.Array:
-        """Returns a leaf's masters on the devices, as for a merge; selected channels are stale.
+    def masters(self, number: int, weight: jax.Array) -> jax.Array:
+        """Returns a leaf's masters beside its parameter, as for a merge; selected ones are stale.
 
         The worker must be idle.
         """
-        leaves, by_position = self._worker.leaves(), {}
+        leaves, spec = self._worker.leaves(), self._specs[number]
+        by_position = {}
         for ranges in self._offloaded.pieces:
             part = self._parts[ranges[0]]
             if part.leaf == number:
+                # A copy, because the next update overwrites live masters.
                 each = [leaves[i].master.as_float32().reshape(leaves[i].spec.shape) for i in ranges]
-                piece = each[0] if len(each) == 1 else np.concatenate(each)
+                piece = np.concatenate(each)
                 for position, device in zip(part.positions, part.devices, strict=True):
                     by_position[position] = upload(piece, device)
         pieces = [x for _, x in sorted(by_position.items())]
-        spec, sharding = self._specs[number], self._offloaded.shardings[number]
-        # The uploads may read live masters, which the next update overwrites.
-        return jax.block_until_ready(assemble(pieces, spec.on_host.shape, sharding))
+        return assemble(pieces, spec.on_host.shape, part_sharding(weight, spec))
 
     def note_channels(self, leaves: Leaves) -> None:
         """Records the selected channels of a new or resumed run, for merges."""

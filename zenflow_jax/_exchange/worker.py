@@ -26,9 +26,9 @@ from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Mail, Update
-from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, new_host_state
+from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, host_part
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.state import ClosedWindow, HostLeaf
+from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
 # The interval at which a waiting caller checks whether the device still has work.
@@ -54,8 +54,18 @@ class Worker:
         compact: bool,
     ):
         adam = HostAdam(kernel, threads)
-        weights = offloaded.pick(weights)
-        self.host = new_host_state(weights, state, offloaded, adam, compact=compact)
+        weights, specs = offloaded.pick(weights), offloaded.specs
+        channels = [leaf.channels for leaf in offloaded.pick(state.leaves)]
+        leaves = [
+            HostLeaf.new(
+                part.spec,
+                host_part(weights[part.leaf], part, specs[part.leaf]),
+                host_channels(part.of(channels[part.leaf]), part),
+                compact=compact,
+            )
+            for part in offloaded.parts
+        ]
+        self.host = HostState(leaves, adam, state.schedule, offloaded.pieces)
         self.host.before_write = self._before_write
         self.kernel = kernel
         self.unsaved: list[Any] = []  # a `Snapshot` for each save that may still be running

@@ -143,20 +143,12 @@ class HostState:
 
     def __init__(
         self,
-        specs: Sequence[LeafSpec],
-        weights: Iterable[np.ndarray],
-        channels: Iterable[np.ndarray],
+        leaves: list[HostLeaf],
         adam: HostAdam,
         schedule: Schedule,
         pieces: Sequence[Sequence[int]],
-        *,
-        compact: bool = False,
     ):
-        self.leaves = [
-            HostLeaf.new(*args, compact=compact)
-            for args in zip(specs, weights, channels, strict=True)
-        ]
-        self.compact = compact
+        self.leaves = leaves
         self._pieces = pieces
         self._adam = adam
         self._scaled = schedule.window_scaling
@@ -311,7 +303,7 @@ class HostState:
         window.active[i] = active & ~entering
         before, leaf.channels = leaf.channels, chosen
         taken = self._adam.take(arrays, chosen)
-        if self.compact:  # only the host's stale copies are rounded
+        if leaf.mu.extra is not None:  # compact: only the host's stale copies are rounded
             for new, unrounded in zip(taken[1:], rows[1:], strict=True):
                 _keep_staying(new, chosen, unrounded, before)
         return [*taken, np.take_along_axis(leaf.steps, chosen, axis=-1)]
