@@ -13,9 +13,16 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from zenflow_jax._checkpoint.resume import Joining
+from zenflow_jax._checkpoint.resume import (
+    agree,
+    check_resumed,
+    checksum,
+    failing_together,
+    resume_run,
+)
 from zenflow_jax._checkpoint.saving import EngineSnapshot
 from zenflow_jax._device.gpu_faults import check_gpus
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, recorded
@@ -24,7 +31,7 @@ from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
-from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress
+from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress, RunState
 from zenflow_jax._exchange.tokens import Tokens
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
@@ -52,8 +59,6 @@ class HostEngine:
             caller.
         prefetch_bytes: Bytes that a ready update may take on each device before its boundary; there
             the loop waits for the rest. None means the whole update.
-        max_skipped: Number of consecutive skipped steps (with gradients that are not finite) after
-            which the next call raises an error. None means never. `logging` warns after three.
         engine_state: The result of `EngineRestore` or `state()`, saved together with `params` and
             `opt_state`. The engine copies this state and resumes the run, bit-identically.
         check: How to detect other code that changes parameters. "samples" periodically compares
@@ -99,37 +104,38 @@ class HostEngine:
         host_state: str = "float32",
         threads: int | None = None,
         prefetch_bytes: int | None = None,
-        max_skipped: int | None = None,
         engine_state: PyTree = None,
         check: str = "samples",
     ):
         check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
-        check_int_or_none("max_skipped", max_skipped, 1)
         check_one_of("check", check, ["samples", "all"])
         compact = is_compact(host_state)
         state, weights = checks.checked(params, opt_state, engine_state is None)
-        if max_skipped is not None and not state.offloads:
-            raise ValueError("`max_skipped` needs an offloaded leaf. Read the state's counts.")
-        with Joining(state, weights, engine_state) as joining:
-            check_gpus(devices_of(weights))
-            run = joining.run_state()
-            offloaded = OffloadedLeaves.of(state, prefetch_bytes)
+        self._devices = devices_of(weights)
+        # Before the block, because all processes must run this program.
+        params_sum = 0 if engine_state is None else checksum(weights)
+        with failing_together(self._devices):
+            check_gpus(self._devices)
+            run = RunState.first(state)
+            if engine_state is not None:
+                run = check_resumed(engine_state, state)
+            self._offloaded = offloaded = OffloadedLeaves.of(state, prefetch_bytes)
             check_pinned_memory(state, offloaded)
             pin_memory_for_mail(state, offloaded)
             self._worker = worker = Worker(
-                state, weights, offloaded, host_kernel, threads, max_skipped, compact=compact
+                state, weights, offloaded, host_kernel, threads, compact=compact
             )
             self._checker = checks.StateChecker(state, weights)
             self._progress = Progress(state.schedule, run)
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded)
-            joining.resume(run, offloaded, worker, updates)
+            if engine_state is not None:
+                resume_run(engine_state, run, state, params_sum, offloaded, worker, updates)
             self._tokens = Tokens(state, weights)
             self._mailbox = Mailbox(worker, state, self._tokens)
             self._lifecycle = life = Lifecycle(updates.pending)
-            self._offloaded, self._devices = offloaded, devices_of(weights)
             self._abstract = jax.eval_shape(lambda x: x, state)  # does not keep arrays alive
-        self._tokens.run = joining.number
+        self._tokens.run = agree(None, int(read(state.step)), int(read(state.token)), self._devices)
         # This must come last: a failed constructor must not leak a thread.
         worker.start()
         # A forgotten engine's thread ends on its own.
@@ -168,14 +174,12 @@ class HostEngine:
             opt_state: The step's new state, inside any wrapper.
 
         Returns:
-            Both for the next step, with unchanged structure, shapes and placement. A single
-            repeated call with the last result returns this result, because trainers run their hooks
-            again at the end; a step after such a call raises an error.
+            Both for the next step, with unchanged structure, shapes and placement.
 
         Raises:
             RuntimeError: If the engine is closed, has failed or was interrupted; if the state does
-                not come from exactly one step on the last call's result; if `max_skipped`
-                consecutive steps were skipped; or if other code changed the parameters.
+                not come from exactly one step on the last call's result; or if other code changed
+                the parameters.
             ValueError, TypeError: If state or parameters differ from the constructor's, or are on
                 different devices.
         """
@@ -193,16 +197,15 @@ class HostEngine:
         # Rejects unsuitable parameters before any change.
         taken = self._checker.take(params)
         offloaded = self._offloaded.pick(taken.weights)
-        if self._tokens.is_repeated(state, taken.weights):
-            return params, opt_state
         self._tokens.check_new_step(state)
         self._checker.check_in_place(state, taken.weights)
         if first:
             self._updates.load(offloaded)
             self._updates.note_channels(state.leaves)
         with self._lifecycle.change():
-            self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
-            self._mailbox.send(state, self._progress.step + 1)
+            step = self._progress.step + 1
+            self._integrity.step_made(step, taken.weights, state.leaves, state.step_scalars)
+            self._mailbox.send(state, step)
             weights = self._updates.collect(offloaded, arriving, state, keep_move=True)
             leaves, measured = state.leaves, {}
             for group in closing:

@@ -7,10 +7,9 @@ no token, so the engine's state contains their checksum.
 """
 
 import contextlib
-import dataclasses
 import secrets
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from zenflow_jax._checkpoint.tree import (
 from zenflow_jax._device.checksums import checksums
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part
 from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
@@ -37,50 +36,34 @@ from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._version import LAYOUT_NAME
 
 
-class Joining:
-    """Joins an engine's processes into one run, in the block that makes the engine's parts.
+@contextlib.contextmanager
+def failing_together(devices: Collection[Any]) -> Iterator[None]:
+    """After an error in the block, also raises one in the other processes, in their `agree`."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(ValueError):
+            agree(str(error), 0, 0, devices)
+        raise
 
-    At the block's end, all processes agree on the run's `number`. After an error in the block, in
-    any process, all processes raise an error; nobody waits for the process that failed.
-    """
 
-    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array], engine_state: PyTree):
-        self.number = 0  # known at the end
-        self._state, self._saved = state, engine_state
-        self._moment = int(read(state.step)), int(read(state.token))
-        self._devices = devices_of(weights)
-        # Before the block, because all processes must run this program.
-        self._params = 0 if engine_state is None else checksum(weights)
-
-    def __enter__(self) -> "Joining":
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self.number = agree(None, *self._moment, self._devices)
-        elif isinstance(error, Exception):
-            with contextlib.suppress(ValueError):
-                agree(str(error), *self._moment, self._devices)
-
-    def run_state(self) -> RunState:
-        """Returns the saved run's state, if it fits this run, or a new run's state."""
-        if self._saved is None:
-            return RunState.first(self._state)
-        return check_resumed(self._saved, self._state)
-
-    def resume(
-        self, run: RunState, offloaded: OffloadedLeaves, worker: Worker, updates: Updates
-    ) -> None:
-        """Resumes the saved run, if any."""
-        skipped = int(read(self._state.skipped))
-        worker.stats = dataclasses.replace(worker.stats, skipped_steps=skipped)
-        if self._saved is None or not offloaded.specs:
-            return  # without offloaded leaves, the whole state is in the optimizer state
-        _check_same_run(run, *self._moment, self._params)
-        _check_selection(worker.leaves())
-        _resume_host(worker.host, run, self._saved["leaves"], offloaded)
-        updates.note_channels(self._state.leaves)
-        updates.resume(run.pending)
+def resume_run(
+    saved: PyTree,
+    run: RunState,
+    state: ZenFlowState,
+    params: int,
+    offloaded: OffloadedLeaves,
+    worker: Worker,
+    updates: Updates,
+) -> None:
+    """Resumes a saved run, with parameters that have this checksum."""
+    if not offloaded.specs:
+        return  # the whole state is in the optimizer state
+    _check_same_run(run, int(read(state.step)), int(read(state.token)), params)
+    _check_selection(worker.leaves())
+    _resume_host(worker.host, run, saved["leaves"], offloaded)
+    updates.note_channels(state.leaves)
+    updates.resume(run.pending)
 
 
 def _check_same_run(run: RunState, step: int, token: int, params: int) -> None:

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import copy_to_host, nbytes, read, upload, view
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
+from zenflow_jax._diagnostics.stats import EngineStats, warn_of_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Mail, Update
 from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, host_part
@@ -49,7 +49,6 @@ class Worker:
         offloaded: OffloadedLeaves,
         kernel: str,
         threads: int | None,
-        max_skipped: int | None,
         *,
         compact: bool,
     ):
@@ -70,10 +69,12 @@ class Worker:
         self.kernel = kernel
         self.unsaved: list[Any] = []  # a `Snapshot` for each save that may still be running
         # The worker's counts, replaced as a whole so that any thread can read them at any time.
-        skipped = int(read(state.skipped_in_a_row))
-        self.stats = EngineStats(skipped_in_a_row=skipped, host_bytes=self.host.nbytes)
+        self.stats = EngineStats(
+            skipped_steps=int(read(state.skipped)),
+            skipped_in_a_row=int(read(state.skipped_in_a_row)),
+            host_bytes=self.host.nbytes,
+        )
         self.recorder = Recorder()
-        self._max_skipped = max_skipped
         self._offloaded = offloaded
         self._messages: deque[Mail | Update] = deque()  # unfinished, in order
         self._updates: deque[Iterator[None]] = deque()  # the remaining chunks of each, in order
@@ -280,7 +281,7 @@ class Worker:
             bytes_to_host=arrived,
         )
         if not sent.finite:
-            check_skipped_steps(before + 1, step, self._max_skipped)
+            warn_of_skipped_steps(before + 1, step)
 
     def _hand_over(self, update: Update, window: ClosedWindow) -> list[list[Any]]:
         """Hands channels over; returns the result for `Update.entered`."""
