@@ -108,6 +108,7 @@ def train(tx, folder=None, *, stream=False, restart_at=None):
             state = tx.init(weights)
             like = (weights, state, zenflow_jax.abstract_engine_state(state))
             weights, state, engine_state = eqx.tree_deserialise_leaves(folder / "run.eqx", like)
+            state = zenflow_jax.place(weights, state)  # equinox leaves all arrays on the device
             engine = zenflow_jax.HostEngine(weights, state, engine_state=engine_state)
     if engine:
         weights, state = engine.flush(weights, state)
