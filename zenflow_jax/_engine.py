@@ -35,7 +35,7 @@ from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress, Run
 from zenflow_jax._exchange.tokens import Tokens
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._spec.rules import check_int_or_none, check_one_of, is_compact
+from zenflow_jax._spec.rules import check_one_of, is_compact
 
 
 class HostEngine:
@@ -57,8 +57,6 @@ class HostEngine:
             needs 2.1875 but rounds each update, usually by less than 1%. A resumed run may switch.
         threads: Number of threads for host updates. By default all cores but one, left for the
             caller.
-        prefetch_bytes: Bytes that a ready update may take on each device before its boundary; there
-            the loop waits for the rest. None means the whole update.
         engine_state: The result of `EngineRestore` or `state()`, saved together with `params` and
             `opt_state`. The engine copies this state and resumes the run, bit-identically.
         check: How to detect other code that changes parameters. "samples" periodically compares
@@ -103,11 +101,9 @@ class HostEngine:
         host_kernel: str = "numba",
         host_state: str = "float32",
         threads: int | None = None,
-        prefetch_bytes: int | None = None,
         engine_state: PyTree = None,
         check: str = "samples",
     ):
-        check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
         check_one_of("check", check, ["samples", "all"])
         compact = is_compact(host_state)
         state, weights = checks.checked(params, opt_state, engine_state is None)
@@ -119,7 +115,7 @@ class HostEngine:
             run = RunState.first(state)
             if engine_state is not None:
                 run = check_resumed(engine_state, state)
-            self._offloaded = offloaded = OffloadedLeaves.of(state, prefetch_bytes)
+            self._offloaded = offloaded = OffloadedLeaves.of(state)
             check_pinned_memory(state, offloaded)
             pin_memory_for_mail(state, offloaded)
             self._worker = worker = Worker(
@@ -144,10 +140,8 @@ class HostEngine:
     @property
     def stats(self) -> EngineStats:
         """Returns counts, seconds and bytes so far."""
-        stats = self._worker.stats
         return dataclasses.replace(
-            stats,
-            bytes_to_device=stats.bytes_to_device + self._updates.late_bytes,
+            self._worker.stats,
             **self._progress.counts,
             seconds=self._worker.recorder.seconds.copy(),
         )

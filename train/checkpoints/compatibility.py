@@ -14,7 +14,7 @@ from train.model.decoder import parts_that_stream
 MAY_CHANGE = frozenset(
     "model data chat_template steps epochs learning_rate schedule "
     "warmup_steps warmup_share weight_decay max_grad_norm host_kernel host_state threads "
-    "prefetch_bytes send_gradients layer_inputs layer_updates mesh remat stream log_every "
+    "send_gradients layer_inputs layer_updates mesh remat stream log_every "
     "evaluate_every save_every keep keep_best output_dir run "
     "max_skipped b1 b2 eps".split()
 )

@@ -176,7 +176,6 @@ class HostSettings(_Group):
     threads: int | None = option(
         None, "Threads for the host update. Default: all cores but one.", above=0
     )
-    prefetch_bytes: int | None = option(None, "Limit for pending updates on the device, in bytes.")
 
 
 @dataclass(frozen=True, kw_only=True)

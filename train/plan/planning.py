@@ -104,9 +104,9 @@ class _Planner:
         if run.stream == "weights":
             return self._by_layers(run, compiles)
         key, host = run, {}
-        if run.has_engine:  # whose step does not depend on these settings
-            key = dataclasses.replace(run, host_state="float32", prefetch_bytes=None)
-            host = {"host_state": run.host_state, "prefetch_bytes": run.prefetch_bytes}
+        if run.has_engine:  # whose step does not depend on this setting
+            key = dataclasses.replace(run, host_state="float32")
+            host = {"host_state": run.host_state}
         plan = planning.plan(*self._step(key), **host, device=self._device)
         plan = dataclasses.replace(plan, **self._machine)
         return plan.with_peak(self._peak(key)) if compiles else plan

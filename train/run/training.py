@@ -41,7 +41,7 @@ class StepTraining:
         """Creates the engine, which `stack` closes."""
         if not self._job.settings.has_engine:
             return
-        names = ("host_kernel", "host_state", "prefetch_bytes", "threads")
+        names = ("host_kernel", "host_state", "threads")
         engine = zenflow_jax.HostEngine(
             self.params,
             self.opt_state,

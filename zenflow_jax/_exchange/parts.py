@@ -7,7 +7,6 @@ a mesh list their local pieces in the same order; a device's place in this order
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -60,19 +59,16 @@ class OffloadedLeaves:
     places: tuple[int, ...]  # each leaf's index in the state
     specs: tuple[LeafSpec, ...]
     parts: tuple[Part, ...]
-    prefetched: tuple[bool, ...]  # for each part, whether the worker uploads its update
     groups: tuple["Group", ...]
 
     @classmethod
-    def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
-        """Finds a state's offloaded leaves, of which `prefetch_bytes` per device are prefetched."""
+    def of(cls, state: ZenFlowState) -> "OffloadedLeaves":
+        """Finds a state's offloaded leaves."""
         places = [i for i, leaf in enumerate(state.leaves) if not leaf.spec.resident]
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
         groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))
-        early = within(specs, prefetch_bytes)
-        prefetched = tuple((part.leaf, part.spec.start) in early for part in parts)
-        return cls(tuple(places), specs, parts, prefetched, groups)
+        return cls(tuple(places), specs, parts, groups)
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
@@ -158,18 +154,6 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
                     )
                 )
     return parts
-
-
-def within(specs: Sequence[LeafSpec], budget: int | None) -> set[tuple[int, int | None]]:
-    """Returns the first ranges, (leaf, start), that fit in `budget` bytes on each device."""
-    used, fits = 0, set()
-    for leaf, spec in enumerate(specs):
-        for part in spec.ranges:
-            size = math.prod(Shard(part).part.shape) * part.dtype.itemsize
-            if budget is None or used + size <= budget:
-                used += size
-                fits.add((leaf, part.start))
-    return fits
 
 
 def devices_of(weights: Sequence[jax.Array]) -> set[Any]:

@@ -3,7 +3,6 @@
 Every process dispatches all of these programs in the same order.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from zenflow_jax._device.memory import upload
 from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState
 from zenflow_jax._exchange.messages import Update
 from zenflow_jax._exchange.parts import (
-    Group,
     OffloadedLeaves,
     assemble,
     by_leaf,
@@ -49,8 +47,6 @@ class Updates:
         self._offloaded = offloaded
         self._parts = offloaded.parts
         self._specs = offloaded.specs
-        #: Bytes of updates that were not prefetched.
-        self.late_bytes = 0
         #: How many times the host has copied its masters from parameters.
         self.loads = 0
         #: Each group's selected channels, in the form of `channel_rows`.
@@ -110,7 +106,6 @@ class Updates:
             group = self._offloaded.groups[number]
             if not uploads:
                 continue  # all steps in its window were skipped
-            uploads = self._fetch_rest(group, uploads, after)
             params, arrays = group.pick(weights), by_leaf(group.parts, uploads)
             new = [
                 assemble(pieces, spec.on_host.shape, part_sharding(weight, spec))
@@ -165,30 +160,6 @@ class Updates:
                 states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
-
-    def _fetch_rest(
-        self, group: Group, uploads: Sequence[list[jax.Array]], after: jax.Array
-    ) -> Sequence[Any]:
-        """Uploads the parts of an update that were not prefetched, and waits for them."""
-        late = [i for i, pieces in enumerate(uploads) if not pieces]
-        if not late:
-            return uploads
-        begin = time.perf_counter()
-        # The late uploads reuse memory of the step that produced `after`.
-        jax.block_until_ready(after)
-        start = time.perf_counter()
-        uploads = list(uploads)
-        for i in late:
-            uploads[i] = self._upload(group.part_numbers[i])
-        # The next update writes to the source arrays.
-        jax.block_until_ready(uploads)
-        self._worker.recorder.waited(begin, start, time.perf_counter())
-        self.late_bytes += sum(x.nbytes for i in late for x in uploads[i])
-        return uploads
-
-    def _upload(self, i: int) -> list[jax.Array]:
-        array = self._worker.leaves()[i].to_upload
-        return [upload(array, device) for device in self._parts[i].devices]
 
     def reselect(
         self, number: int, weights: list[jax.Array], leaves: Leaves, after: jax.Array
@@ -263,8 +234,7 @@ class Updates:
                 continue
             uploads: list[list[jax.Array]] = []
             if kind == PENDING:
-                early = self._offloaded.prefetched
-                uploads = [self._upload(i) if early[i] else [] for i in group.part_numbers]
+                uploads = [self._worker.upload(i) for i in group.part_numbers]
                 # The next update writes to the source arrays.
                 jax.block_until_ready(uploads)
             # Each device's rows in the order of leaves, by position.

@@ -127,6 +127,11 @@ class Worker:
             self.check()
         return leaves
 
+    def upload(self, i: int) -> list[jax.Array]:
+        """Starts uploads of part `i`'s masters, which no update may change before they arrive."""
+        array = self.leaves()[i].to_upload
+        return [upload(array, device) for device in self._offloaded.parts[i].devices]
+
     def wait(self, future: Future, after: PyTree) -> Any:
         """Waits for the result of `future`, on the caller's thread.
 
@@ -313,7 +318,7 @@ class Worker:
         Yields before each chunk of a few milliseconds, during which other work may come first.
         """
         update.merged_uploads.clear()
-        step, offloaded, uploads = self._step, self._offloaded, []
+        step, uploads = self._step, []
         self.recorder.works_at("hand over" if update.chosen else "update", step)
         window = self.host.close_window(update.group)
         if update.chosen:
@@ -333,11 +338,8 @@ class Worker:
                 self._where = f"the update of leaf {leaf.spec.name}, window {window.number}"
                 self.recorder.works_at("update", step)
                 continue
-            uploads.append([])
-            if offloaded.prefetched[i]:
-                first = first or time.perf_counter()
-                devices = offloaded.parts[i].devices
-                uploads[-1] = [upload(leaf.to_upload, device) for device in devices]
+            first = first or time.perf_counter()
+            uploads.append(self.upload(i))
         if first:
             self.recorder.works_at("wait for uploads", step)
             # The next update writes to the source arrays.
