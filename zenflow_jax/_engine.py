@@ -124,7 +124,7 @@ class HostEngine:
             self._checker = checks.StateChecker(state, weights)
             self._progress = Progress(state.schedule, run)
             self._integrity = Integrity(state, everything=check == "all")
-            self._updates = updates = Updates(worker, offloaded)
+            self._updates = updates = Updates(worker, offloaded, state.leaves)
             if engine_state is not None:
                 resume_run(engine_state, run, state, params_sum, offloaded, worker, updates)
             self._tokens = Tokens(state, weights)
@@ -195,7 +195,6 @@ class HostEngine:
         self._checker.check_in_place(state, taken.weights)
         if first:
             self._updates.load(offloaded)
-            self._updates.note_channels(state.leaves)
         with self._lifecycle.change():
             step = self._progress.step + 1
             self._integrity.step_made(step, taken.weights, state.leaves, state.step_scalars)
@@ -292,7 +291,7 @@ class HostEngine:
         run, pending = self._progress.before_next_step(), self._updates.wait()
         run = dataclasses.replace(run, pending=pending, token=self._tokens.number)
         weights, where = self._tokens.weights, (self._offloaded, self._worker, self._devices)
-        snapshot = EngineSnapshot.take(self._abstract, run, weights, *where, copy_bytes)
+        snapshot = EngineSnapshot(self._abstract, run, weights, *where, copy_bytes)
         self._lifecycle.saves(snapshot.written)
         return snapshot
 

@@ -241,7 +241,8 @@ def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_p
 
     def save_as(process):
         """Saves as one of two processes would."""
-        snapshot = dataclasses.replace(training.engine.snapshot(), processes=[0, 1])
+        snapshot = training.engine.snapshot()
+        snapshot.processes = [0, 1]
         with monkeypatch.context() as patch:
             patch.setattr(jax, "process_index", lambda: process)
             snapshot.write(tmp_path)

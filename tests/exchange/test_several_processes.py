@@ -129,7 +129,7 @@ def check_gone(training: Training, me: int, count: int) -> None:
         gc.collect()
     snapshot = training.engine.snapshot()
     snapshot.close()
-    assert b'"params": 0,' in bytes(snapshot.run)
+    assert b'"params": 0,' in bytes(snapshot._run)
 
 
 def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:

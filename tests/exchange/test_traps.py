@@ -92,8 +92,9 @@ def donate_whatever_can_be_donated() -> None:
         comparisons.assert_same_bits(train(params, tx, step), expected)
 
 
-#: The programs of engine, step and `master_params` that the runs below need.
-PROGRAMS = "step, merge, choose, enter, channel_rows, _note, _compare"
+#: The programs of engine, step and `master_params` that the runs below need, after the first
+#: engine's `channel_rows`.
+PROGRAMS = "step, merge, choose, enter, _note, _compare"
 
 
 def compute_only_by_programs_of_their_own() -> None:

@@ -62,7 +62,6 @@ def resume_run(
     _check_same_run(run, int(read(state.step)), int(read(state.token)), params)
     _check_selection(worker.leaves())
     _resume_host(worker.host, run, saved["leaves"], offloaded)
-    updates.note_channels(state.leaves)
     updates.resume(run.pending)
 
 
@@ -101,8 +100,8 @@ def _resume_host(
     leaves = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, leaves)
 
     def arrays(part: Part) -> dict[str, np.ndarray]:
-        spec, sums = offloaded.specs[part.leaf], SUMS if run.counted[part.spec.group] else ()
-        names = ["master", "mu", "nu", "steps", *sums, *(["before"] if spec.k else [])]
+        spec, counted = offloaded.specs[part.leaf], run.counted[part.spec.group]
+        names = [name for name in leaves[part.leaf] if counted or name not in SUMS]
         saved = {name: leaves[part.leaf][name][place_of(name, part, spec)] for name in names}
         if spec.k:
             saved["before"] = saved["before"] - part.first

@@ -10,7 +10,6 @@ import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from zenflow_jax._checkpoint.tree import (
     place_of,
 )
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part
+from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
@@ -120,24 +119,16 @@ class Snapshot:
         return self._in_use == i or (i in self._unsaved and i not in self._copied)
 
 
-@dataclass(frozen=True, eq=False)
 class EngineSnapshot:
-    """An engine's state at one moment, to be copied or written once, by any thread."""
+    """An engine's state at one moment, to be copied or written once, by any thread.
 
-    parts: Sequence[Part]
-    arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # for each offloaded leaf
-    run: np.ndarray  # the encoded run state, which is equal in all processes
-    moment: str  # equal in all processes, and only there
-    adam: HostAdam  # sums mail, on the calling thread
-    # For each saved part, the places of its arrays in the leaf's arrays; empty sums are left out.
-    places: Mapping[int, Mapping[str, tuple[slice, ...]]]
-    unsaved: Snapshot  # the host's arrays of these parts
-    processes: Sequence[int]  # ascending; each writes a file
-    written: Future = field(default_factory=Future)  # cancelled if the state was not saved
+    Takes an idle worker's arrays without a copy, while the run continues. `state` may be abstract.
+    `run` lacks the worker's counts and the checksum of `weights`, which is None if some of these
+    were freed.
+    """
 
-    @classmethod
-    def take(
-        cls,
+    def __init__(
+        self,
         state: ZenFlowState,
         run: RunState,
         weights: Sequence[jax.Array] | None,
@@ -145,49 +136,44 @@ class EngineSnapshot:
         worker: Worker,
         devices: Collection[Any],
         copy_bytes: int | None,
-    ) -> "EngineSnapshot":
-        """Takes an idle worker's arrays without a copy, to be written while the run continues.
-
-        `state` may be abstract. `run` lacks the worker's counts and the checksum of `weights`; None
-        means that some of these were freed.
-        """
+    ):
         run = dataclasses.replace(run, counted=list(worker.host.counted), params=0)
         # Before the first step, other parameters may be loaded. Other processes may have freed
         # more, but all must run the same programs.
         known = run.step > 0 and weights is not None
         if all(each for (each,) in gather([known], devices).values()) and weights is not None:
             run.params = checksum(weights)
-        leaves, arrays, parts = worker.leaves(), arrays_of_leaves(state), offloaded.parts
+        self._run = encoded(run, state)  # equal in all processes
+        self._moment = f"step {run.step}, token {run.token}"  # equal there, and only there
+        self.processes = sorted({device.process_index for device in devices})  # each writes a file
+        self.written = Future()  # cancelled if the state was not saved
+        self._parts, self._arrays = offloaded.parts, arrays_of_leaves(state)
+        leaves = worker.leaves()
+        saved = [i for i, part in enumerate(self._parts) if part.saved]
+        groups = {i: self._parts[i].spec.group for i in saved}
+        # Parts whose windows close next are written first.
+        saved.sort(key=lambda i: (-run.open_steps[groups[i]], groups[i]))
+        # For each saved part, the places of its arrays in the leaf's arrays, without empty sums.
+        self._places = {
+            i: {
+                name: place_of(name, self._parts[i], offloaded.specs[self._parts[i].leaf])
+                for name in self._arrays[self._parts[i].leaf]
+                if run.counted[groups[i]] or name not in SUMS
+            }
+            for i in saved
+        }
+        self._adam = HostAdam(worker.kernel, 1)  # sums mail, on the calling thread
         if copy_bytes is None:
             copy_bytes = sum(leaf.master.size for leaf in leaves)
-        saved = [i for i, part in enumerate(parts) if part.saved]
-        # Parts whose windows close next are written first.
-        saved.sort(key=lambda i: (-run.open_steps[parts[i].spec.group], parts[i].spec.group))
-        places = {}
-        for i in saved:
-            leaf, counted = parts[i].leaf, run.counted[parts[i].spec.group]
-            names = [name for name in arrays[leaf] if counted or name not in SUMS]
-            places[i] = {name: place_of(name, parts[i], offloaded.specs[leaf]) for name in names}
-        adam = HostAdam(worker.kernel, 1)
-        copy = partial(HostLeaf.copy, adam=adam)
-        unsaved = Snapshot({i: leaves[i] for i in saved}, copy_bytes, copy)
-        worker.unsaved = [*(x for x in worker.unsaved if not x.done), unsaved]
-        return cls(
-            parts=parts,
-            arrays=arrays,
-            run=encoded(run, state),
-            moment=f"step {run.step}, token {run.token}",
-            adam=adam,
-            places=places,
-            unsaved=unsaved,
-            processes=sorted({device.process_index for device in devices}),
-        )
+        copy = partial(HostLeaf.copy, adam=self._adam)
+        self.unsaved = Snapshot({i: leaves[i] for i in saved}, copy_bytes, copy)
+        worker.unsaved = [*(x for x in worker.unsaved if not x.done), self.unsaved]
 
     def close(self) -> None:
         """Lets the run overwrite all leaves, saved or not. Safe to call twice."""
         self.written.cancel()
         self.unsaved.close()
-        self.adam.close()
+        self._adam.close()
 
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of NumPy arrays, and closes the snapshot."""
@@ -196,47 +182,44 @@ class EngineSnapshot:
                 raise ValueError("Other processes have parts of the state. Save with `EngineSave`.")
             leaves = [
                 {name: aligned_zeros(x.shape, x.dtype) for name, x in arrays.items()}
-                for arrays in self.arrays
+                for arrays in self._arrays
             ]
             for i, leaf in self.unsaved.leaves():
-                for name, place in self.places[i].items():
+                for name, place in self._places[i].items():
                     chunks = [x.reshape(-1) for _, x in self._elements(i, leaf, name)]
                     piece = np.concatenate(chunks).reshape(_size(place))
-                    leaves[self.parts[i].leaf][name][place] = piece
+                    leaves[self._parts[i].leaf][name][place] = piece
             self.written.set_result(None)
-            return {"leaves": leaves, LAYOUT_NAME: self.run}
+            return {"leaves": leaves, LAYOUT_NAME: self._run}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file to an existing folder, and closes the snapshot."""
         pieces = {
-            self._piece(i, name): (self._array(i, name).dtype, _size(place))
-            for i, places in self.places.items()
+            self._piece(i, name): (self._arrays[self._parts[i].leaf][name].dtype, _size(place))
+            for i, places in self._places.items()
             for name, place in places.items()
         }
         chunks = (
             (self._piece(i, name), *chunk)
             for i, leaf in self.unsaved.leaves()
-            for name in self.places[i]
+            for name in self._places[i]
             for chunk in self._elements(i, leaf, name)
         )
-        same = self.processes, self.moment, {LAYOUT_NAME: self.run}, self.arrays
+        same = self.processes, self._moment, {LAYOUT_NAME: self._run}, self._arrays
         with contextlib.closing(self):
             write_state(folder, *same, pieces, chunks)
             self.written.set_result(None)
 
-    def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
-        return self.arrays[self.parts[i].leaf][name]
-
     def _piece(self, i: int, name: str) -> str:
-        start = ",".join(str(s.start) for s in self.places[i][name])
-        return f"leaves/{self.parts[i].leaf}/{name}@{start}"
+        start = ",".join(str(s.start) for s in self._places[i][name])
+        return f"leaves/{self._parts[i].leaf}/{name}@{start}"
 
     def _elements(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the elements of part `i`'s array in chunks, each with its first index."""
         if name == "steps":
             yield 0, leaf.steps
         elif name == "before":
-            yield 0, leaf.before + self.parts[i].first
+            yield 0, leaf.before + self._parts[i].first
         elif name in SUMS:
             for begin in range(0, leaf.master.size, _CHUNK):
                 sums = self._sums(leaf, begin, min(begin + _CHUNK, leaf.master.size))
@@ -251,7 +234,7 @@ class EngineSnapshot:
             for x, whole in zip(sums, window.sums.flat, strict=True):
                 np.copyto(x, whole[begin:end])
         kept = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.kept]
-        self.adam.accumulate(sums, kept, first=window.sums is None)
+        self._adam.accumulate(sums, kept, first=window.sums is None)
         return sums
 
 

@@ -28,7 +28,6 @@ class Part:
     """One part of a leaf; each of its arrays is on a single device."""
 
     leaf: int  # number among the offloaded leaves
-    piece: int  # number of the device's piece; all ranges of a stacked leaf share a piece
     spec: LeafSpec  # the spec as if the part were the whole leaf, in the host's axis order
     index: tuple[slice, ...]  # the part's place in the leaf, in the same order
     first: int  # the number of its first channel in the leaf
@@ -73,10 +72,10 @@ class OffloadedLeaves:
     @functools.cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
         """Returns the part numbers of each piece: a single part, or its ranges in order."""
-        numbers: dict[int, list[int]] = {}
-        for i, part in enumerate(self.parts):
-            numbers.setdefault(part.piece, []).append(i)
-        return tuple(map(tuple, numbers.values()))
+        by_piece = itertools.groupby(
+            range(len(self.parts)), key=lambda i: (self.parts[i].leaf, self.parts[i].positions)
+        )
+        return tuple(tuple(numbers) for _, numbers in by_piece)
 
     def pick(self, values: Iterable[_T]) -> list[_T]:
         every = list(values)
@@ -120,7 +119,6 @@ class Group:
 def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     """Finds this process's parts of offloaded leaves, by the sharding of their mail."""
     parts: list[Part] = []
-    pieces = itertools.count()
     for number, (leaf, sent) in enumerate(zip(specs, mail, strict=True)):
         spec = leaf.on_host
         axis = spec.axis
@@ -136,7 +134,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
             holders.setdefault(key, []).append((position, shard.device, shard.replica_id))
         for key, held in holders.items():
             positions, devices, replicas = zip(*held, strict=True)
-            piece, index = next(pieces), tuple(slice(*ends) for ends in key)
+            index = tuple(slice(*ends) for ends in key)
             for part in spec.ranges:
                 if part.start is not None:
                     layers = slice(part.start, part.start + part.shape[0])
@@ -144,7 +142,6 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
                 parts.append(
                     Part(
                         leaf=number,
-                        piece=piece,
                         spec=Shard(part).part,
                         index=index,
                         first=key[axis][0],

@@ -42,7 +42,7 @@ class Updates:
     `weights` always means the offloaded leaves' parameters, `leaves` all leaves' states.
     """
 
-    def __init__(self, worker: Worker, offloaded: OffloadedLeaves):
+    def __init__(self, worker: Worker, offloaded: OffloadedLeaves, leaves: Leaves):
         self._worker = worker
         self._offloaded = offloaded
         self._parts = offloaded.parts
@@ -51,6 +51,10 @@ class Updates:
         self.loads = 0
         #: Each group's selected channels, in the form of `channel_rows`.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
+        for number, group in enumerate(offloaded.groups):
+            if group.leaves:
+                states = self._ranges(number, group.pick(offloaded.pick(leaves)))
+                self._rows[number] = channel_rows([s.channels for s in states], specs=group.specs)
         #: Donated uploads. The worker frees them, because this takes half as long as dispatching a
         #: merge.
         self._merged_uploads: list[Any] = []
@@ -153,14 +157,6 @@ class Updates:
         pieces = [x for _, x in sorted(by_position.items())]
         return assemble(pieces, spec.on_host.shape, part_sharding(weight, spec))
 
-    def note_channels(self, leaves: Leaves) -> None:
-        """Records the selected channels of a new or resumed run, for merges."""
-        for number, group in enumerate(self._offloaded.groups):
-            if group.leaves:
-                states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
-                channels = [s.channels for s in states]
-                self._rows[number] = channel_rows(channels, specs=group.specs)
-
     def reselect(
         self, number: int, weights: list[jax.Array], leaves: Leaves, after: jax.Array
     ) -> list[LeafState]:
@@ -244,7 +240,7 @@ class Updates:
                     rows.setdefault(place, []).append(leaves[i].before.reshape(1, -1))
             pieces = [upload(np.concatenate(rows[x], axis=1), x[1]) for x in sorted(rows)]
             like = self._rows[number]
-            assert like is not None, "the channels have been noted"
+            assert like is not None, "the group has leaves"
             # Rows without channels (`topk_ratio=0`) are identical, and jit may place them anywhere.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
             self.pending[number] = update = Update(number, before=rows_then)

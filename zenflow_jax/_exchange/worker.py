@@ -275,8 +275,9 @@ class Worker:
             raise ValueError(f"A hyperparameter is not finite at step {step}: {self.host.scalars}.")
         arrived = nbytes((gradients, step_scalars))
         if sent.finite:
-            pieces, parts = [view(g) for g in gradients], self._offloaded.parts
-            self.host.add([part.cut_mail(pieces[part.piece]) for part in parts], factor)
+            pieces = zip(self._offloaded.pieces, map(view, gradients), strict=True)
+            parts = self._offloaded.parts
+            self.host.add([parts[i].cut_mail(g) for each, g in pieces for i in each], factor)
         gradients.clear()
         step_scalars.clear()
         before = self.stats.skipped_in_a_row

@@ -87,11 +87,7 @@ class HostArray:
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> "HostArray":
         """Makes zeros in the format that `dtype` stands for."""
-        kind = _EXTRA.get(np.dtype(dtype))
-        *channels, width = shape
-        size = width if dtype == BFLOAT16 else _buckets(width)
-        extra = None if kind is None else aligned_zeros((*channels, size), kind)
-        return cls(aligned_zeros(shape, dtype), extra)
+        return cls(*(aligned_zeros(*array) for array in _arrays(shape, np.dtype(dtype))))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -178,13 +174,14 @@ def new_moments(shape: tuple[int, ...], *, compact: bool) -> tuple[HostArray, Ho
 
 def bytes_of(shape: tuple[int, ...], dtype: np.dtype, *, compact: bool) -> int:
     """Returns the bytes of a leaf's masters and moments; `dtype` is the leaf's."""
-    size, kinds = math.prod(shape), (_FIRST, _SECOND)
-    total = size * (dtype.itemsize + (_EXTRA[dtype].itemsize if dtype in _EXTRA else 0))
-    if not compact:
-        return total + 2 * size * _FLOAT32.itemsize
-    buckets = math.prod(shape[:-1]) * _buckets(shape[-1])
-    return total + 2 * size + buckets * sum(_EXTRA[x].itemsize for x in kinds)
+    kinds = (dtype, _FIRST, _SECOND) if compact else (dtype, _FLOAT32, _FLOAT32)
+    arrays = [array for kind in kinds for array in _arrays(shape, kind)]
+    return sum(math.prod(each) * kind.itemsize for each, kind in arrays)
 
 
-def _buckets(elements: int) -> int:
-    return -(-elements // BUCKET)
+def _arrays(shape: tuple[int, ...], dtype: np.dtype) -> list[tuple[tuple[int, ...], np.dtype]]:
+    """Returns shape and dtype of a format's arrays: `HostArray.values`, and `extra` if any."""
+    *channels, width = shape
+    size = width if dtype == BFLOAT16 else -(-width // BUCKET)
+    extra = [((*channels, size), _EXTRA[dtype])] if dtype in _EXTRA else []
+    return [(shape, dtype), *extra]
