@@ -1,13 +1,15 @@
-"""Does DeepSpeed's own ZenFlow fine-tune a pretrained encoder as well as zenflow_jax and AdamW?
+"""Does zenflow fine-tune a pretrained encoder as well as AdamW, and as DeepSpeed's own ZenFlow?
 
+    python -m venv ENV
+    ENV/bin/pip install torch==2.13.0 deepspeed==0.19.8 transformers==4.57.6 ninja numpy
     OMP_NUM_THREADS=1 taskset -c 0 python -m benchmarks.deepspeed_glue \\
         --python ENV/bin/python --model DIR --sst2 DIR --cola DIR
 
-Makes the jobs of `glue_parity.py` with each method, on a CPU, in float32: the same weights with the
-same new head, the same batches in the same order, the same rates, share of selected channels and
-full warm-up. torch and DeepSpeed run in `deepspeed_peer.py`, whose environment
-`deepspeed_zenflow.py` describes. Each run is a process of its own. Prints the metric and the loss
-on the whole dev set after the last step, CPU time per step, and peak memory; then differences
+Fine-tunes on GLUE tasks with each method, on a CPU, in float32: the same weights with the same new
+head, the same batches in the same order, the same rates, share of selected channels and full
+warm-up. The seed sets the head and the order. torch and DeepSpeed run in `deepspeed_peer.py`, in
+the other environment, which needs a C++ compiler; without `--python`, only this project's methods
+run. Prints the metric and the loss on the whole dev set after the last step; then differences
 between runs resumed from a checkpoint inside a window and uninterrupted ones. Answers:
 `benchmarks/LOG.md`.
 
@@ -17,11 +19,10 @@ Results stay in `--folder`, so a repeated call makes only the missing runs.
 import argparse
 import contextlib
 import json
+import os
 import re
 import statistics
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +30,6 @@ import jax
 import numpy as np
 
 import zenflow_jax
-from benchmarks.deepspeed_zenflow import Run as Losses
-from benchmarks.deepspeed_zenflow import load, peer, resumed_row
-from benchmarks.glue_parity import CONFIG, JOBS, options_of
 from train.cli.command_line import read_command_line
 from train.cli.settings import Settings
 from train.run import models
@@ -40,57 +38,136 @@ from train.run.setup import prepare, read
 from train.tasks.batches import ROWS
 from train.tasks.classification import score
 
-TITLES = ("CoLA, 600 steps", "SST-2, 300 steps")
+CONFIG = "configs/glue_sst2.toml"
+# The column names for CoLA, whose files have no header.
+COLUMNS = "source\tlabel\tmark\tsentence\n"
 # Inside a window of four steps, after the full warm-up of either task.
 SAVED, RESUMED_STEPS = 72, 40
-# By then, jax has compiled the step for each length of a batch.
-UNTIMED_STEPS = 100
+
+
+class Task(NamedTuple):
+    name: str
+    metric: str
+    length: int  # in tokens; 9% of SST-2's and 3% of CoLA's dev sentences are longer
+    steps: int
+    learning_rate: float
+
+
+TASKS = (Task("cola", "matthews", 20, 600, 5e-5), Task("sst2", "accuracy", 40, 300, 1e-4))
 
 
 class Method(NamedTuple):
-    variant: str  # of `VARIANTS`, for zenflow_jax; the torch runs take settings from it
+    interval: int | None = None  # zenflow's `update_interval`; None for AdamW
+    torch: bool = False
     zenflow: dict[str, Any] | None = None  # DeepSpeed's options; {} for ZeRO-Offload
     repairs: tuple[str, ...] = ()  # of DeepSpeed
-    torch: bool = False
 
 
 def _deepspeed(overlap: bool, *repairs: str) -> Method:
-    return Method("in turn, S = 4", {"overlap_step": overlap}, repairs, torch=True)
+    return Method(4, True, {"overlap_step": overlap}, repairs)
 
 
 METHODS = {
-    "torch AdamW": Method("adamw", torch=True),
-    "DeepSpeed ZeRO-Offload": Method("adamw", {}, torch=True),
+    "optax.adamw": Method(),
+    "zenflow_jax, S = 4": Method(4),
+    "zenflow_jax, S = 8": Method(8),
+    "zenflow_jax, S = 16": Method(16),
+    "torch AdamW": Method(torch=True),
+    "DeepSpeed ZeRO-Offload": Method(torch=True, zenflow={}),
     "DeepSpeed ZenFlow as released, S = 4": _deepspeed(False),
     "DeepSpeed ZenFlow as released, overlap, S = 4": _deepspeed(True),
     "DeepSpeed ZenFlow, layout repaired, S = 4": _deepspeed(False, "layout"),
     "DeepSpeed ZenFlow, layout repaired, overlap, S = 4": _deepspeed(True, "layout"),
-    "optax.adamw": Method("adamw"),
-    "zenflow_jax, S = 4": Method("in turn, S = 4"),
-    "zenflow_jax, S = 8": Method("in turn, S = 8"),
-    "zenflow_jax, S = 16": Method("in turn, S = 16"),
-    "zenflow_jax as in the paper, S = 4": Method("as in the paper, S = 4"),
 }
 _RESUMED = re.compile(r"zenflow_jax, S = 4|DeepSpeed ZenFlow.*")
 
 
 class Job(NamedTuple):
-    """A run, as its process gets it."""
-
-    options: list[str]  # of the command `zenflow-finetune`
-    steps: int  # at which it ends; the schedule's length is in the options
-    checkpoint: str  # a folder
+    settings: Settings
+    steps: int  # at which the run ends; the schedule's length is in the settings
+    checkpoint: Path
     resume: int  # the step of the checkpoint to start from; 0 for none
 
-    @property
-    def settings(self) -> Settings:
-        return read_command_line([CONFIG, *self.options], program="zenflow-finetune").settings
+
+def settings_of(task: Task, method: Method, seed: int, args: argparse.Namespace) -> Settings:
+    """Returns the settings of the real command."""
+    data = Path(getattr(args, task.name))
+    if task.name == "cola":
+        original, data = data, args.folder / "cola"
+        data.mkdir(parents=True, exist_ok=True)
+        for file in ("train.tsv", "dev.tsv"):
+            text = (original / file).read_text(encoding="utf-8")
+            (data / file).write_text(COLUMNS + text, encoding="utf-8")
+    options = {
+        "--model": args.model,
+        "--data": data,
+        "--seed": seed,
+        "--steps": task.steps,
+        "--batch-size": args.batch_size,
+        "--sequence-length": task.length,
+        "--learning-rate": task.learning_rate,
+        "--dtype": "float32",
+        "--topk-ratio": 0.05,
+        "--update-interval": method.interval or 4,
+        "--optimizer": "zenflow" if method.interval else "adamw",
+    }
+    words = [str(part) for pair in options.items() for part in pair]
+    return read_command_line([CONFIG, *words], program="zenflow-finetune").settings
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Trains with jax, as `zenflow-finetune` does."""
+    work, opt_state = prepare(read(job.settings))
+    assert work.train_step is not None  # weights do not stream
+    params, saved, file = work.model.params, None, job.checkpoint.with_suffix(".npz")
+    if job.resume:
+        target = (params, opt_state, zenflow_jax.abstract_engine_state(opt_state))
+        values = np.load(file).values()
+        *restored, saved = jax.tree.unflatten(jax.tree.structure(target), values)
+        shardings = jax.tree.map(lambda x: x.sharding, target[:2])
+        params, opt_state = jax.device_put(tuple(restored), shardings)
+    losses = []
+    with contextlib.ExitStack() as stack:
+        engine = None
+        if job.settings.has_engine:
+            engine = zenflow_jax.HostEngine(params, opt_state, engine_state=saved)
+            stack.enter_context(engine)
+        for i in range(job.resume, job.steps):
+            params, opt_state, loss, _ = work.train_step(params, opt_state, work.batches[i])
+            if engine:
+                params, opt_state = engine.exchange(params, opt_state)
+            losses.append(float(loss))
+            if engine and i + 1 == SAVED and not job.resume:
+                np.savez(file, *jax.tree.leaves((params, opt_state, engine.state())))
+        if engine:
+            params, opt_state = engine.flush(params, opt_state)
+        return {"losses": losses, **work.validate(params)}
+
+
+def train_peer(python: str, data: Path, method: Method, job: Job) -> dict[str, Any]:
+    """Trains with torch, in a process of the other environment."""
+    if not (data / "batches.npz").exists():
+        prepare_peer(data, job.settings)
+    # DeepSpeed forms a group with itself, at an address on this machine.
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"} | address | ranks
+    script = Path(__file__).with_name("deepspeed_peer.py")
+    settings = json.dumps(peer_settings(method, job))
+    command = [python, str(script), str(data), settings, str(job.checkpoint)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=environment, check=False, **output)
+    if done.returncode:
+        raise RuntimeError(f"{job.checkpoint} failed:\n{done.stdout[-3000:]}")
+    figures = json.loads(done.stdout.splitlines()[-1])
+    labels = np.load(data / "batches.npz")["validation_labels"]
+    return figures | score(np.array(figures.pop("predictions")), labels[labels >= 0])
 
 
 def prepare_peer(data: Path, settings: Settings) -> None:
     """Writes the run's weights, with their new head, and its batches for torch."""
     sources = read(settings)
-    job, _ = prepare(sources, lambda: None)
+    job, _ = prepare(sources)
     labels = job.task.labels
     models.write(data / "model", job.model.origin, job.model.params, labels=labels)
     arrays = {}
@@ -107,56 +184,23 @@ def prepare_peer(data: Path, settings: Settings) -> None:
     np.savez(data / "batches.npz", **arrays)
 
 
-def train(job: Job) -> dict[str, Any]:
-    """Trains with jax, as `zenflow-finetune` does."""
-    settings, file = job.settings, Path(job.checkpoint).with_suffix(".npz")
-    work, opt_state = prepare(read(settings), lambda: None)
-    assert work.train_step is not None  # weights do not stream
-    params, saved = work.model.params, None
-    if job.resume:
-        params, opt_state, saved = load(file, params, opt_state)
-    losses, seconds = [], []
-    with contextlib.ExitStack() as stack:
-        engine = None
-        if settings.has_engine:
-            engine = zenflow_jax.HostEngine(params, opt_state, engine_state=saved)
-            stack.enter_context(engine)
-        for i in range(job.resume, job.steps):
-            begun = time.process_time()
-            params, opt_state, loss, _ = work.train_step(params, opt_state, work.batches[i])
-            if engine:
-                params, opt_state = engine.exchange(params, opt_state)
-            losses.append(float(loss))
-            seconds.append(time.process_time() - begun)
-            if engine and i + 1 == SAVED and not job.resume:
-                leaves = jax.tree.leaves((params, opt_state, engine.state()))
-                np.savez(file, *leaves)
-        if engine:
-            params, opt_state = engine.flush(params, opt_state)
-        figures = work.validate(params)
-    return {"losses": losses, "seconds": seconds, **figures}
-
-
 def peer_settings(method: Method, job: Job) -> dict[str, Any]:
     """Returns the settings for `deepspeed_peer.py` that match the command's."""
     settings = job.settings
     schedule, zenflow = learning_rate(settings), method.zenflow
     if zenflow:
-        interval, warm_up = int(settings.update_interval), settings.warm_up_rounds
         zenflow = zenflow | {
             "topk_ratio": settings.topk_ratio,
-            "update_interval": interval,
+            "update_interval": method.interval,
             "select_strategy": "step",
-            "select_interval": 16 * interval,  # zenflow_jax's default
-            "full_warm_up_rounds": warm_up,
+            "select_interval": 16 * method.interval,  # zenflow_jax's default
+            "full_warm_up_rounds": settings.warm_up_rounds,
         }
     adamw = {"lr": settings.learning_rate, "betas": [settings.b1, 0.999], "eps": settings.eps}
     return {
-        "model": "BertForSequenceClassification",
         "zenflow": zenflow,
         "repairs": method.repairs,
         "adamw": adamw | {"weight_decay": settings.weight_decay},
-        "decays": "matrices",
         "clip": settings.max_grad_norm,
         "rates": [float(schedule(i)) for i in range(job.steps)],
         "batch": settings.batch_size,
@@ -166,65 +210,19 @@ def peer_settings(method: Method, job: Job) -> dict[str, Any]:
     }
 
 
-def measured(command: list[str], environment: dict[str, str] | None) -> tuple[str, float]:
-    """Returns a process's output and its peak memory in GB, with its children's.
-
-    Memory is sampled every three seconds; a page that processes share counts once.
-    """
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    peak = 0.0
-    with subprocess.Popen(command, env=environment, **pipe) as process:
-        while True:
-            try:
-                output, _ = process.communicate(timeout=3)
-                break
-            except subprocess.TimeoutExpired:
-                peak = max(peak, _memory(process.pid))
-    if process.returncode:
-        raise RuntimeError(f"{command} failed:\n{output[-3000:]}")
-    return output, peak / 1e9
-
-
-def _memory(process: int) -> int:
-    """Returns the bytes that a process and its children occupy in memory."""
-    folder = Path("/proc", str(process))
-    try:
-        sizes = (folder / "smaps_rollup").read_text()
-        children = (folder / "task" / str(process) / "children").read_text().split()
-    except OSError:  # it has ended
-        return 0
-    own = re.search(r"^Pss: +(\d+) kB", sizes, re.MULTILINE)
-    return 1024 * int(own[1] if own else 0) + sum(_memory(int(child)) for child in children)
-
-
-def run(args: argparse.Namespace, title: str, name: str, seed: int, resume: int = 0) -> dict:
+def run(args: argparse.Namespace, task: Task, name: str, seed: int, resume: int = 0) -> dict:
     """Returns a run's figures, from its file if that exists."""
-    method, task = METHODS[name], JOBS[title]
-    data = args.folder / f"{task.task}-{task.steps}-{seed}"
+    method, data = METHODS[name], args.folder / f"{task.name}-{task.steps}-{seed}"
     checkpoint = data / re.sub(r"[^a-z0-9]+", "-", name.lower())
     file = checkpoint.with_suffix(f".{resume}.json" if resume else ".json")
-    if file.exists():
-        return json.loads(file.read_text(encoding="utf-8"))
-    data.mkdir(parents=True, exist_ok=True)
-    command = [*options_of(task, method.variant, seed, args), "--output-dir", str(data)]
-    steps = resume + RESUMED_STEPS if resume else task.steps
-    job = Job(command, steps, str(checkpoint), resume)
-    if method.torch:
-        if not (data / "batches.npz").exists():
-            prepare_peer(data, job.settings)
-        settings = peer_settings(method, job)
-        output, peak = measured(*peer(args.python, data, settings, checkpoint))
-        figures = json.loads(output.splitlines()[-1])
-        labels = np.load(data / "batches.npz")["validation_labels"]
-        figures |= score(np.array(figures.pop("predictions")), labels[labels >= 0])
-        figures["loss"] = figures.pop("after")
-    else:
-        module = [sys.executable, "-m", "benchmarks.deepspeed_glue"]
-        output, peak = measured([*module, "--job", json.dumps(job._asdict())], None)
-        figures = json.loads(output.splitlines()[-1])
-    figures["memory"] = peak
-    file.write_text(json.dumps(figures), encoding="utf-8")
-    return figures
+    if not file.exists():
+        data.mkdir(parents=True, exist_ok=True)
+        steps = resume + RESUMED_STEPS if resume else task.steps
+        job = Job(settings_of(task, method, seed, args), steps, checkpoint, resume)
+        torch = method.torch
+        figures = train_peer(args.python, data, method, job) if torch else train(job)
+        file.write_text(json.dumps(figures), encoding="utf-8")
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -235,54 +233,42 @@ def spread(values: list[float], digits: int) -> str:
     return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f} ({each})"
 
 
-def compare(args: argparse.Namespace, title: str) -> None:
+def compare(args: argparse.Namespace, task: Task) -> None:
     """Prints a table of the runs of all methods."""
-    metric = JOBS[title].metric
-    runs: dict[str, list[dict]] = {name: [] for name in args.methods}
-    for seed in args.seeds:
-        for name in args.methods:
-            runs[name].append(run(args, title, name, seed))
-            figures = runs[name][-1]
-            print(seed, name, figures[metric], figures["loss"], flush=True)
-    header = f"| {title} | {metric} | dev loss | CPU s per step | peak memory, GB |"
-    print(f"\n{header}\n{'|---' * 5}|")
-    for name, each in runs.items():
-        values = spread([100 * x[metric] for x in each], 1), spread([x["loss"] for x in each], 3)
-        seconds = min(statistics.fmean(x["seconds"][UNTIMED_STEPS:]) for x in each)
-        memory = max(x["memory"] for x in each)
-        print(f"| {name} | {' | '.join(values)} | {seconds:.3f} | {memory:.2f} |")
+    print(f"\n| {task.name}, {task.steps} steps | {task.metric} | dev loss |\n|---|---|---|")
+    for name in args.methods:
+        runs = [run(args, task, name, seed) for seed in args.seeds]
+        metrics = spread([100 * x[task.metric] for x in runs], 1)
+        print(f"| {name} | {metrics} | {spread([x['loss'] for x in runs], 3)} |", flush=True)
 
 
-def compare_resumed(args: argparse.Namespace, title: str) -> None:
+def compare_resumed(args: argparse.Namespace, task: Task) -> None:
     """Prints differences between resumed and uninterrupted runs' losses."""
-    header = "| method | saved after step | difference of the first loss | largest | mean |"
-    print(f"\n{title}\n{header}\n{'|---' * 5}|")
+    header = f"saved after step {SAVED}: difference of the first loss | largest | mean"
+    print(f"\n| {task.name}, {header} |\n|---|---|---|---|")
     for name in filter(_RESUMED.fullmatch, args.methods):
-        whole = run(args, title, name, args.seeds[0])["losses"]
-        resumed = run(args, title, name, args.seeds[0], resume=SAVED)["losses"]
-        print(resumed_row(name, SAVED, Losses(whole, 0, 0), Losses(resumed, 0, 0)), flush=True)
+        whole = run(args, task, name, args.seeds[0])["losses"]
+        resumed = run(args, task, name, args.seeds[0], resume=SAVED)["losses"]
+        apart = np.abs(np.subtract(resumed, whole[SAVED : SAVED + RESUMED_STEPS]))
+        print(f"| {name} | {apart[0]:.1e} | {apart.max():.1e} | {apart.mean():.1e} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--job", help="a run for this process, as JSON; the script starts itself")
     parser.add_argument("--python", help="the other environment's Python")
-    parser.add_argument("--model", help="folder of the encoder")
-    for task in ("sst2", "cola"):
-        parser.add_argument(f"--{task}", help=f"folder with the data for {task}")
+    parser.add_argument("--model", required=True, help="folder of the encoder")
+    for task in TASKS:
+        parser.add_argument(f"--{task.name}", help=f"folder with the data for {task.name}")
     parser.add_argument("--folder", type=Path, default=Path("runs/deepspeed_glue"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--batch-size", type=int, default=16)
     args = parser.parse_args()
-    if args.job:
-        print(json.dumps(train(Job(**json.loads(args.job)))))
-        return
-    for title in TITLES:
-        if getattr(args, JOBS[title].task) is None:
-            continue
-        compare(args, title)
-        compare_resumed(args, title)
+    args.methods = [x for x in args.methods if args.python or not METHODS[x].torch]
+    for task in TASKS:
+        if getattr(args, task.name) is not None:
+            compare(args, task)
+            compare_resumed(args, task)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,26 @@
 """Trains once with torch's AdamW, DeepSpeed's ZeRO-Offload or ZenFlow, beside zenflow_jax.
 
-Needs torch, transformers and DeepSpeed, but nothing from this project; `deepspeed_zenflow.py` says
-how to install them. That file and `deepspeed_glue.py` prepare a folder with weights and batches,
-and start this file with the other environment's Python; its last line is the result as JSON.
+Needs torch, transformers and DeepSpeed, but nothing from this project. `deepspeed_glue.py` says how
+to install them, prepares a folder with weights and batches, and starts this file with the other
+environment's Python; its last line is the result as JSON.
 
-In the folder, `train` and `validation` are batches of token ids. A classifier's batches also have
-`_labels`, with -100 for rows that only fill a batch, and `_lengths`, to which a batch is cut; its
-padding is 0.
+In the folder, `train` and `validation` are batches of token ids, with 0 as padding. They also have
+`_labels`, with -100 for rows that only fill a batch, and `_lengths`, to which a batch is cut.
 
-DeepSpeed 0.19.8 runs as released, or with these repairs, which exist only in this process:
-
-* `layout`: ZenFlow flattens each matrix transposed (`zenflow/zenflow_utils.py`), but the parameters
-  become views that are not transposed (`_update_model_bit16_weights` in `zero/stage_1_and_2.py`),
-  so `initialize` changes the model. The repaired views are transposed.
-* `selection`: `update_selected_channels` in `zenflow/zenflow_stage_1_and_2.py` skips vectors
-  without counting their elements, so it reads the gradients after a vector at the wrong place. The
-  repaired call gets the gradients without vectors.
+DeepSpeed 0.19.8 runs as released, or with the repair `layout`, which exists only in this process:
+ZenFlow flattens each matrix transposed (`zenflow/zenflow_utils.py`), but the parameters become
+views that are not transposed (`_update_model_bit16_weights` in `zero/stage_1_and_2.py`), so
+`initialize` changes the model. The repaired views are transposed.
 """
 
 # pyright: reportMissingImports=false
 import argparse
 import json
-import time
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import numpy as np
-import psutil
 import torch
 import transformers
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
@@ -48,32 +40,10 @@ def repair_layout() -> None:
     ZenFlowZeroOptimizer._update_model_bit16_weights = update
 
 
-def repair_selection() -> None:
-    released = ZenFlowZeroOptimizer.update_selected_channels
-
-    def update(self, gradients: torch.Tensor, size: int, dtype: torch.dtype) -> None:
-        matrices, begin = [gradients[:0]], 0
-        for group, index, _ in self.ipg_buckets[dtype].params:
-            param = self.bit16_groups[group][index]
-            if param.dim() != 1:
-                matrices.append(gradients.narrow(0, begin, param.numel()))
-            begin += param.numel()
-        released(self, torch.cat(matrices), size, dtype)
-
-    ZenFlowZeroOptimizer.update_selected_channels = update
+REPAIRS = {"layout": repair_layout}
 
 
-REPAIRS = {"layout": repair_layout, "selection": repair_selection}
-
-
-def of_tokens(model: torch.nn.Module, batches: Any, split: str, i: int) -> Any:
-    """Returns a decoder's mean loss, and nothing to compare with labels."""
-    tokens = torch.from_numpy(batches[split][i].astype(np.int64))
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), []
-
-
-def of_labels(model: torch.nn.Module, batches: Any, split: str, i: int) -> Any:
+def loss_of(model: torch.nn.Module, batches: Any, split: str, i: int) -> Any:
     """Returns a classifier's mean loss, and its predictions for rows with a label."""
     length = batches[f"{split}_lengths"][i]
     tokens = torch.from_numpy(batches[split][i, :, :length].astype(np.int64))
@@ -82,17 +52,14 @@ def of_labels(model: torch.nn.Module, batches: Any, split: str, i: int) -> Any:
     return cross_entropy(logits, labels), logits.argmax(1)[labels >= 0].tolist()
 
 
-LOSSES = {"LlamaForCausalLM": of_tokens, "BertForSequenceClassification": of_labels}
-
-
-def validate(model: torch.nn.Module, batches: Any, loss_of: Any) -> tuple[float, list[int]]:
+def validate(model: torch.nn.Module, batches: Any) -> tuple[float, list[int]]:
     """Returns the mean loss of the validation batches, and all predictions."""
     losses, rows, predictions = [], [], []
     with torch.no_grad():
         for i in range(len(batches["validation"])):
             loss, predicted = loss_of(model, batches, "validation", i)
             losses.append(float(loss))
-            rows.append(len(predicted) or len(batches["validation"][i]))
+            rows.append(len(predicted))
             predictions += predicted
     return float(np.average(losses, weights=rows)), predictions
 
@@ -118,9 +85,8 @@ class AdamW:
 
 def make_engine(model: torch.nn.Module, job: dict) -> Any:
     params: list[Any] = list(model.parameters())
-    if job["decays"] == "matrices":
-        vectors = {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}
-        params = [{"params": [p for p in params if p.dim() > 1]}, vectors]
+    vectors = {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}
+    params = [{"params": [p for p in params if p.dim() > 1]}, vectors]
     if job["zenflow"] is None:
         return AdamW(model, params, job)
     for name in job["repairs"]:
@@ -138,12 +104,6 @@ def make_engine(model: torch.nn.Module, job: dict) -> Any:
     return deepspeed.initialize(model=model, config=config, model_parameters=params)[0]
 
 
-def cpu_seconds() -> float:
-    """Returns the CPU time of this process and DeepSpeed's host process."""
-    children = (psutil.Process(child.pid).cpu_times() for child in active_children())
-    return time.process_time() + sum(child.user + child.system for child in children)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="folder with batches.npz and model")
@@ -152,31 +112,26 @@ def main() -> None:
     args = parser.parse_args()
     job = json.loads(args.job)
     batches = dict(np.load(args.data / "batches.npz").items())
-    loss_of = LOSSES[job["model"]]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # In evaluation mode, as loaded: without dropout.
-    kind = getattr(transformers, job["model"])
+    kind = transformers.BertForSequenceClassification
     model = kind.from_pretrained(args.data / "model", dtype=torch.float32)
     engine = make_engine(model, job)
     if job["resume"]:
         engine.load_checkpoint(args.checkpoint, tag=str(job["resume"]))
-    before, _ = validate(engine.module, batches, loss_of)
-    losses, seconds = [], []
+    losses = []
     for step in range(job["resume"], job["steps"]):
-        begun = cpu_seconds()
         for group in engine.optimizer.param_groups:
             group["lr"] = job["rates"][step]
         loss, _ = loss_of(engine, batches, "train", step)
         engine.backward(loss)
         engine.step()
         losses.append(float(loss))
-        seconds.append(cpu_seconds() - begun)
         if step + 1 in job["saves"]:
             engine.save_checkpoint(args.checkpoint, tag=str(step + 1))
-    after, predictions = validate(engine.module, batches, loss_of)
-    figures = {"losses": losses, "before": before, "after": after}
-    print(json.dumps(figures | {"seconds": seconds, "predictions": predictions}))
+    loss, predictions = validate(engine.module, batches)
+    print(json.dumps({"losses": losses, "loss": loss, "predictions": predictions}))
 
 
 if __name__ == "__main__":

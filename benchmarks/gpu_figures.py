@@ -259,7 +259,7 @@ def _layered(model: Model) -> tuple[LayeredModel, dict[str, Any]]:
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.map(lambda _: where, model.shapes)
     layered = models.layered_shapes(model.graphdef, model.shapes, shardings)
-    return layered, {"first": layered.first, "layer": layered.layers, "last": layered.last}
+    return layered, layered.functions
 
 
 def _time(part: Part, *, preset: Preset, updates: str) -> None:

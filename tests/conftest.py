@@ -104,7 +104,7 @@ def as_scripts_run():
 @pytest.fixture
 def no_picture(monkeypatch):
     """Stops scripts in this process from drawing losses, a quarter of a short run's time."""
-    monkeypatch.setattr("train.log.summary.write_pictures", lambda *_, **__: None)
+    monkeypatch.setattr("train.log.results.write_pictures", lambda *_, **__: None)
 
 
 def outside_of_functions(typechecker: Any) -> Callable[[Any], Any]:

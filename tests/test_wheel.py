@@ -122,7 +122,7 @@ SHOWN = {
     "zenflow-compress model packed": ("ratio", 0),
     # Messages name the command that was typed.
     "zenflow-plan": ("as in `zenflow-plan quickstart`", 2),
-    "zenflow-generate a --model b --qqq": ("All options are in zenflow-generate --help", 2),
+    "zenflow-generate a --model b --qqq": ("error: unrecognized arguments: --qqq", 2),
 }
 
 

@@ -1,9 +1,9 @@
 """Scripts that train models with zenflow_jax, and the models they train.
 
 Each script is a module with a `main`, can be read from top to bottom, and uses the library's public
-names. `plan/planning.py` and `checkpoints/reading.py` also read fields of the state's leaves, and
-must change with them. The library never imports this package; `zenflow_jax/_commands.py` starts its
-scripts as console commands.
+names. `plan/planning.py` and `checkpoints/compatibility.py` also read fields of the state's leaves,
+and must change with them. The library never imports this package; `zenflow_jax/_commands.py` starts
+its scripts as console commands.
 """
 
 import sys

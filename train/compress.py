@@ -75,8 +75,8 @@ def _check(command: Command) -> None:
         raise ElvesError("--check takes one path. For all else, pass a second path, which is new.")
     if not (command.restore or command.check) and (command.source / CHECKSUMS).is_file():
         raise ElvesError(
-            f"{command.source} is a checkpoint, which no run could read if it were packed. Export "
-            f"its weights ({command_of('finetune')} --export), and pack them."
+            f"{command.source} is a checkpoint, which no run could read if it were packed. Pack "
+            "the model that its run writes at the end."
         )
 
 

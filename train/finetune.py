@@ -2,7 +2,6 @@
 
     python -m train.finetune configs/quickstart.toml
     python -m train.finetune configs/quickstart.toml --run first    # run again to resume
-    python -m train.finetune configs/quickstart.toml --run first --export 400 DIR
     python -m train.finetune configs/quickstart.toml --plan
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --mesh data=2,fsdp=4
 
@@ -13,33 +12,29 @@ Read `train` first, which is the whole job, then `run/setup.py` (the parts of a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from train import Failure
-from train.checkpoints.compatibility import MODEL_SETTINGS, description_of_model
-from train.checkpoints.reading import SavedCheckpoints, check_path
+from train.checkpoints.checkpoints import check_path
 from train.cli.command_line import PROGRAM, Command, Planning, read_command_line
-from train.cli.settings import Settings, SettingsError, StepSettings, task_name
+from train.cli.settings import Settings, StepSettings
 from train.distributed import processes
 from train.distributed.stopping import Stopped, StopRequest
-from train.huggingface.chat_template import TEMPLATE
-from train.huggingface.loading import read_folder
-from train.log.run_log import show
-from train.run import models
+from train.log.results import show
 from train.run.folder import make_run_folder, run_lock
 from train.run.loop import Run
 from train.run.setup import evaluate, prepare, read
-from zenflow_jax.planning import LIMIT_NAME
+from zenflow_jax.planning import LIMIT_NAME, UnfitRunError
 
 
 def train(command: Command, console: Console, stop: StopRequest) -> None:
@@ -57,9 +52,9 @@ def train(command: Command, console: Console, stop: StopRequest) -> None:
     if settings.steps == 0:
         evaluate(sources, say)
         return
-    job, opt_state = prepare(sources, stop.check)
+    job, opt_state = prepare(sources)
     folder = make_run_folder(job.settings)
-    for line in job.notes:
+    for line in (*job.task.notes, *job.task.overview):
         say(line)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock(folder, say))
@@ -72,39 +67,6 @@ def train(command: Command, console: Console, stop: StopRequest) -> None:
     if ended is not None:
         run.report(ended, begun_s)
     processes.leave()
-
-
-def export(settings: Settings, name: str, target: Path, say: Callable[[str], None]) -> None:
-    """Writes the weights of a checkpoint to a new or empty folder; its `name` is its step.
-
-    These are the validated weights, without the updates that were pending at that step.
-    """
-    if settings.run is None:
-        raise SettingsError("`--export`: needs the name of a run. Pass --run.")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"`--export`: {target} is neither new nor empty. Pass another folder.")
-    target = target.absolute()  # because "." has no name
-    folder = Path(settings.output_dir) / settings.run
-    origin = None if settings.model is None else read_folder(settings.model)
-    checkpoints = SavedCheckpoints(
-        folder / "checkpoints",
-        describe=description_of_model(settings.subset(MODEL_SETTINGS), origin and origin.config),
-    )
-    step, labels = checkpoints.find(name)
-    config = models.config_of(origin, settings)
-    build = models.builder(config, settings, labels=len(labels))
-    layered = models.abstract_layered(build)[1] if settings.stream == "weights" else None
-    shapes = layered.shapes if layered else jax.eval_shape(lambda: models.split(build()))[1]
-    weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
-    weights, values = layered.whole(weights) if layered else (weights, None)
-    # The run's own template, even if the settings have changed.
-    copy = folder / TEMPLATE
-    texts = models.template_files(str(copy) if copy.is_file() else settings.chat_template)
-    task = task_name(settings)
-    models.write(target, origin, weights, values, labels=labels, texts=texts, task=task)
-    pending = settings.has_engine
-    line = f"{target} contains the weights of checkpoint {step} in {folder}"
-    say(line + ", without pending updates" * pending)
 
 
 def show_plan(
@@ -126,16 +88,12 @@ def show_plan(
 
 def describe_oom(error: BaseException, run: StepSettings) -> str | None:
     """Describes an out-of-memory error among the causes of `error`; None if there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, MemoryError):
-        # "Out of memory" in XLA's words, too.
-        text = str(cause).lower().replace("resource_exhausted", "out of memory")
-        if isinstance(cause, jax.errors.JaxRuntimeError) and "out of memory" in text:
-            break
-        cause = cause.__cause__
-    if cause is None:
-        return None
-    reason = str(cause).partition("\n")[0]
+    # "Out of memory" in XLA's words, too.
+    text = str(error).lower().replace("resource_exhausted", "out of memory")
+    of_device = isinstance(error, jax.errors.JaxRuntimeError) and "out of memory" in text
+    if not of_device and not isinstance(error, MemoryError):
+        return error.__cause__ and describe_oom(error.__cause__, run)
+    reason = str(error).partition("\n")[0]
     return (
         f"out of memory with batches of {run.batch_size} x {run.sequence_length} tokens in "
         f"{run.micro_batches} micro-batches, using {run.optimizer}: {reason} "
@@ -160,8 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while there is nothing to save
         sys.stderr.write("stopped by SIGINT\n")
         return 128 + signal.SIGINT
-    except Failure as error:
+    except (Failure, UnfitRunError) as error:
         message = str(error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = f"{error}. Free disk space (also in TMPDIR), and start again with --run."
     except (MemoryError, RuntimeError) as error:  # jax's errors are subclasses
         message = command and describe_oom(error, command.settings)
         if message is None:
@@ -180,13 +142,6 @@ def _execute(command: Command, arguments: Sequence[str]) -> int:
         os.environ[LIMIT_NAME] = str(pinned_limit(command.settings))
     processes.join(command.launch)
     console = Console(quiet=not processes.is_first())
-    say = partial(show, console)
-    if command.exporting.export is not None:
-        if processes.is_first():
-            name, target = command.exporting.export
-            export(command.settings, name, Path(target), say)
-        processes.leave()
-        return 0
     with StopRequest() as stop:
         train(command, console, stop)
     return 0

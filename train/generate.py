@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -236,10 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         kinds, about = [Options], Options.__doc__
-        (options,) = read_arguments(kinds, arguments, program=PROGRAM, description=about)
+        (options,) = read_arguments(kinds, argv, program=PROGRAM, description=about)
         generate(options, write, say)
     except Failure as error:
         sys.stderr.write(f"error: {error}\n")
@@ -247,6 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         write("\n")
         return 130
+    except BrokenPipeError:  # the reader has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at exit
+        return 128 + signal.SIGPIPE
     return 0
 
 

@@ -28,7 +28,7 @@ def test_a_layerwise_run_on_a_mesh_has_the_same_losses_as_on_one_device_and_resu
     options |= {"optimizer": "adamw", "stream": "weights"}
     losses = []
     for mesh in (None, "data=2,fsdp=4"):
-        job, _ = setup.prepare(read(**options, mesh=mesh), lambda: None)
+        job, _ = setup.prepare(read(**options, mesh=mesh))
         batches = [job.batches[i] for i in range(3)]
         with setup.make_trainer(job) as trainer:
             taken = [trainer.step(batches[0])]

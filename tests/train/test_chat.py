@@ -200,22 +200,19 @@ def test_a_run_keeps_the_template_with_the_model_and_prompts_use_it(tmp_path, ca
     shown = capsys.readouterr().out.partition("compiling")[0]
     assert "examples: median" in shown
     assert "[/b]" in shown
-    run, text, out = tmp_path / "runs" / "a", template_file.read_text(), tmp_path / "out"
+    run, text = tmp_path / "runs" / "a", template_file.read_text()
     template_file.unlink()
     assert finetune.main([str(run / "settings.toml"), "--run", "a"]) == 0
     assert "has completed all 2 steps" in capsys.readouterr().out
 
-    # An export finds the template in the run's folder.
-    exporting = ["--run", "a", "--chat-template", "None", "--export", "2", str(out)]
-    assert finetune.main([config, *exporting]) == 0
-    for model in (run / "model", out):
-        assert (model / "chat_template.jinja").read_text() == text
-        tokenizer = read_tokenizer(model, vocabulary=1000)
-        prompt = generate.read_prompt(generate.Options(prompt="Who?", model=str(model)), tokenizer)
-        shown = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
-        assert shown == f"{BEGIN}[ Who? ]"
-        assert "as in training (chat)" in prompt.description
-        assert prompt.ends == {2, tokenizer.end}  # 2 according to config.json alone
+    model = run / "model"
+    assert (model / "chat_template.jinja").read_text() == text
+    tokenizer = read_tokenizer(model, vocabulary=1000)
+    prompt = generate.read_prompt(generate.Options(prompt="Who?", model=str(model)), tokenizer)
+    shown = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
+    assert shown == f"{BEGIN}[ Who? ]"
+    assert "as in training (chat)" in prompt.description
+    assert prompt.ends == {2, tokenizer.end}  # 2 according to config.json alone
 
 
 def test_a_prompt_follows_the_template_with_a_system_message(tmp_path, tokenizer):

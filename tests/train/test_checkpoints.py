@@ -14,9 +14,8 @@ import pytest
 from benchmarks.kill_test import names_in
 from tests.train.scripts import flip_a_bit, largest_file
 from train.checkpoints import checksums
+from train.checkpoints.checkpoints import CheckpointError, Checkpoints
 from train.checkpoints.compatibility import description
-from train.checkpoints.reading import CheckpointError
-from train.checkpoints.writing import Checkpoints
 from train.cli.settings import Settings, SettingsError
 from train.model.decoder import DecoderConfig, LinearRope
 

@@ -14,7 +14,6 @@ from tests.hf_models import write_model
 from tests.train import scripts
 from tests.train.scripts import cut_short, flip_a_bit, largest_file
 from train import finetune, generate
-from train.cli.command_line import load_settings
 from train.cli.settings import task_name
 from train.huggingface.loading import read_folder
 from train.model import cross_entropy
@@ -138,13 +137,6 @@ def test_an_evaluation_before_and_after_a_run_gives_the_runs_metrics(tmp_path, c
     assert "on 16 validation examples" in text
     assert "newly initialized" not in text
 
-    # An export has neither the data nor its classes, only what the checkpoints say about them.
-    data.unlink()
-    finetune.export(load_settings(run / "settings.toml"), "1", tmp_path / "out", print)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert list(config["id2label"].values()) == ["kind", "so", "unkind"]
-    assert load_file(tmp_path / "out" / "model.safetensors")["classifier.bias"].shape == (3,)
-
 
 BY_LAYER = {"optimizer": "adamw", "stream": "weights", "scan_layers": False}
 # Weights and nats, float32: sums over micro-batches and parts have a different order.
@@ -153,7 +145,7 @@ ATOL = 1e-5
 
 def trained(sources, steps, folder):
     """Returns the losses of some steps, the metrics after them, and the written weights."""
-    job, state = setup.prepare(sources, lambda: None)
+    job, state = setup.prepare(sources)
     batches, params = [job.batches[i] for i in range(steps)], job.model.params
     options = {"labels": job.task.labels, "texts": job.texts, "task": task_name(job.settings)}
     losses = []
@@ -210,7 +202,7 @@ def bits(folder):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run", "no_picture")
-def test_a_layerwise_run_can_be_resumed_exported_and_loaded(tmp_path, monkeypatch, capsys):
+def test_a_layerwise_run_can_be_resumed_and_loaded(tmp_path, monkeypatch, capsys):
     data, origin = tmp_path / "data", write_model(tmp_path / "origin", "llama2")
     data.mkdir()
     monkeypatch.setattr(cross_entropy, "PART", 100)
@@ -218,7 +210,7 @@ def test_a_layerwise_run_can_be_resumed_exported_and_loaded(tmp_path, monkeypatc
     options |= {"keep": 9, "keep_best": True, "learning_rate": 10.0}
     options |= {"warmup_steps": 40}  # the rate grows, and ruins the model
     config = write_config(tmp_path, **options)
-    whole, cut, out = tmp_path / "whole", tmp_path / "cut", tmp_path / "exported"
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert finetune.main([config, "--run", whole.name]) == 0
     shown = capsys.readouterr().out
     assert "model contains the weights of step 5, the best validated checkpoint" in shown
@@ -227,8 +219,6 @@ def test_a_layerwise_run_can_be_resumed_exported_and_loaded(tmp_path, monkeypatc
     assert "resuming from checkpoint 5" in capsys.readouterr().out
     assert validations(whole) == validations(cut)
     assert bits(whole / "model") == bits(cut / "model")
-    assert finetune.main([config, "--run", whole.name, "--export", "5", str(out)]) == 0
-    assert bits(out) == bits(whole / "model")
     command = [config, "--model", str(whole / "model"), "--steps", "0", "--run", "None"]
     assert finetune.main(command) == 0
     loss = next(float(value) for step, _, value in validations(whole) if step == "5")

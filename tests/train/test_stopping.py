@@ -1,5 +1,6 @@
 """Runs that end early, on signals or without disk space or memory, and resume bit-identically."""
 
+import errno
 import os
 import random
 import re
@@ -16,7 +17,9 @@ from safetensors.numpy import load_file
 from benchmarks import kill_test
 from benchmarks.kill_test import differences
 from tests.processes import output, start
+from tests.train import scripts
 from train import finetune
+from train.checkpoints.checkpoints import CheckpointError, Checkpoints
 from train.cli.settings import Settings, SettingsError
 from train.distributed.stopping import StopRequest
 from train.finetune import describe_oom
@@ -130,3 +133,28 @@ def test_an_out_of_memory_error_gives_one_message_with_the_requested_size():
     expected = r"zenflow: .* 400000000000\d+ bytes.*more --micro-batches"
     assert re.search(expected, describe_oom(raised.value, Settings()))
     assert describe_oom(RuntimeError("RESOURCE_EXHAUSTED"), Settings()) is None
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+def test_a_run_whose_last_save_fails_ends_with_its_error_after_writing_the_model(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(Checkpoints, "save", failing(CheckpointError("the disk is full")))
+    config = scripts.write_config(tmp_path, **scripts.TINY, steps=1, optimizer="adamw")
+    assert finetune.main([config, "--run", "a"]) == 2
+    assert capsys.readouterr().err == "error: the disk is full\n"
+    assert (tmp_path / "runs" / "a" / "model.safetensors").is_file()
+    assert not (tmp_path / "runs" / "a" / "summary.json").exists()
+
+
+def test_a_full_disk_ends_the_command_with_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(finetune, "train", failing(OSError(errno.ENOSPC, "No space", "a.csv")))
+    assert finetune.main([scripts.write_config(tmp_path)]) == 2
+    expected = r"error: \[Errno 28\] No space: 'a.csv'. Free disk space .*\n"
+    assert re.fullmatch(expected, capsys.readouterr().err)

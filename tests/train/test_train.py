@@ -131,12 +131,6 @@ def test_keep_best_writes_the_best_steps_model_and_overwrites_no_other_file(
     assert "model.safetensors contains the weights of step 6, the best" in output
     assert_weights_of_checkpoint(folder, 6, folder)
 
-    # An export writes any checkpoint's weights.
-    for step in (6, 12):
-        assert finetune.main([*command, "--export", str(step), str(tmp_path / str(step))]) == 0
-        assert_weights_of_checkpoint(folder, step, tmp_path / str(step))
-    assert finetune.main([*command, "--export", "7", str(tmp_path / "new")]) == 2
-    assert "`--export`: 7 is not in " in capsys.readouterr().err
     assert {path.read_text() for path in precious} == {"precious"}
     assert not list(tmp_path.rglob(".*"))
 

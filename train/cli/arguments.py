@@ -11,9 +11,8 @@ import contextlib
 import inspect
 import math
 import re
-import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from functools import partial
 from types import NoneType, UnionType
@@ -38,24 +37,27 @@ def option(
 ) -> Any:
     """Declares an option as a field of a dataclass; an option without a default is required.
 
-    A `positional` value has no name. `out_of_bounds` finds values that are not `above` a number, or
-    not at least `least`. The help lists the `tasks` that read the option; "" means all tasks.
+    A `positional` value has no name. `check_bounds` rejects values that are not `above` a number,
+    or not at least `least`. The help lists the `tasks` that read the option; "" means all tasks.
     """
     help = f"{tasks.replace(' ', ', ')}: {help}" if tasks else help
     metadata = {"help": help, "positional": positional, "tasks": tasks, "above": above}
     return field(default=default, metadata=metadata | {"least": least, "more": argparse_options})
 
 
-def out_of_bounds(options: Any) -> Iterator[tuple[str, str]]:
-    """Yields the name of each option that is out of bounds, with its bounds in words."""
+def check_bounds(options: Any) -> None:
+    """Raises `ArgumentError` for an option that is out of bounds."""
     for spec in fields(options):
-        value = getattr(options, spec.name)
+        value, expected = getattr(options, spec.name), ""
         above, least = spec.metadata.get("above"), spec.metadata.get("least")
         if isinstance(value, int | float):
             if above is not None and not above < value < math.inf:
-                yield spec.name, f"a finite number above {above}"
+                expected = f"above {above}"
             if least is not None and not least <= value < math.inf:
-                yield spec.name, f"a finite number of at least {least}"
+                expected = f"of at least {least}"
+        if expected:
+            problem = f"`{spec.name}`: must be a finite number {expected}, but is {value}."
+            raise ArgumentError(problem)
 
 
 def read_arguments(
@@ -71,38 +73,23 @@ def read_arguments(
     The `defaults` override those of the dataclasses.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "--version" in argv:
-        import zenflow_jax  # imports jax, which takes a second
-
-        print(f"zenflow_jax {zenflow_jax.__version__}")
-        raise SystemExit
-    # As wide as the terminal, or 100 columns without a terminal.
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     specs = [spec for kind in kinds for spec in fields(kind)]
     positional = [x.name.upper() for x in specs if x.metadata["positional"]]
     parser = _Parser(
         usage=" ".join([program, *positional, "[--option value ...]"]),
         description=description,
         allow_abbrev=False,
-        formatter_class=partial(argparse.HelpFormatter, width=width, max_help_position=30),
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
     )
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
     groups: dict[type, Any] = {kinds[0]: parser}
     for kind in kinds:
         _add_options(parser, kind, defaults or {}, groups)
     # Names with underscores also work.
     words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in argv]
-    values, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise ArgumentError(
-            f"unknown: {' '.join(unknown)}. All options are in {program} --help. Quote a text with "
-            "spaces."
-        )
+    values = parser.parse_args(words)
     built = [kind(**{x.name: getattr(values, x.name) for x in fields(kind)}) for kind in kinds]
     for options in built:
-        for name, expected in out_of_bounds(options):
-            value = getattr(options, name)
-            raise ArgumentError(f"`{name}`: must be {expected}, but is {value}.")
+        check_bounds(options)
     return built
 
 

@@ -45,22 +45,8 @@ class Planning:
     host_memory: float | None = option(None, "Host memory in GB (10**9 bytes).", above=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """Export, without training."""
-
-    export: tuple[str, str] | None = option(
-        None,
-        "Write the weights from the checkpoint of STEP in --run to DIR.",
-        nargs=2,
-        metavar=("STEP", "DIR"),
-        type=str,
-    )
-
-
 class Command(NamedTuple):
     settings: Settings
-    exporting: Export
     planning: Planning
     launch: Launch
 
@@ -92,7 +78,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
         if name == "settings.toml" and (folder / "checkpoints").is_dir():
             place = os.path.normpath(folder / "..")
             settings = dataclasses.replace(settings, output_dir=place)
-    elif alone := [word for word in argv if word in ("-h", "--help", "--version")]:
+    elif alone := [word for word in argv if word in ("-h", "--help")]:
         config, overrides, settings = f"({' | '.join(shipped())} | FILE.toml)", alone, Settings()
     else:
         raise SettingsError(
@@ -100,7 +86,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
             f"{argv[0] if argv else 'missing'}. Pass a path, or one of {', '.join(shipped())}, as "
             f"in `{program} quickstart`."
         )
-    kinds = [Settings, Export, Planning, Launch]
+    kinds = [Settings, Planning, Launch]
     does = "Plans the memory and speed of a run" if program == "zenflow-plan" else "Trains a model"
     options = {
         "program": f"{program} {config}",

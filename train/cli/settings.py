@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from train import Failure
-from train.cli.arguments import option, out_of_bounds
+from train.cli.arguments import check_bounds, option
 
 # Tasks that read an option.
 _OWN, _TEXTS = "standard_library", "language alpaca chat"
@@ -27,6 +27,7 @@ WITHOUT_MOMENTS = ("adafactor", "sgd", "sign")
 PAIRS = "classification of pairs"
 
 # A validation's metrics; the first decides which weights are best.
+_LOSS = ("loss",)
 _METRICS = {"classification": ("accuracy", "macro_f1", "matthews", "loss")}
 
 
@@ -140,14 +141,7 @@ class ZenFlowSettings(_Group):
     )
     full_warm_up_rounds: int = option(0, "Initial steps that update all channels.")
     full_warm_up_share: float | None = option(None, "The same, as a share of all steps.")
-    rolling: bool = option(True, "Let leaves take turns, for an even load.")
-    staleness: int | None = option(
-        None, "Steps from a window's end to its update. Default: 1; without rolling, a window."
-    )
-    window_scaling: Literal["auto", "none"] = option(
-        "auto", "auto: if rolling, an update is as long as its window's steps. none: one step."
-    )
-    provisional_share: float = option(0.5, "Provisional step, in learning rates; 0: none.")
+    staleness: int | None = option(None, "Steps from a window's end to its update. Default: 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +160,9 @@ class HostSettings(_Group):
     layer_inputs: Literal["device", "host"] = option(
         "device", "With --stream weights, where the layers' inputs wait for the backward pass."
     )
-    transfer_dtype: Literal["bfloat16"] | None = option(
-        None, "Round float32 gradients to this dtype for the transfer. Default: no rounding."
-    )
     host_kernel: Literal["numba", "numpy"] = option("numba", "Implementation of the host update.")
     host_state: Literal["float32", "compact"] = option(
         "float32", "Adam's moments: 8 bytes per parameter, or 2.2 (compact); also with adamw."
-    )
-    threads: int | None = option(
-        None, "Threads for the host update. Default: all cores but one.", above=0
     )
 
 
@@ -228,23 +216,14 @@ class Settings(OutputSettings, StepSettings, DataSettings):
     @property
     def metric(self) -> str:
         """Returns the metric that decides which weights are best."""
-        return self.best or self._metrics[0]
-
-    @property
-    def larger_is_better(self) -> bool:
-        return self.metric != "loss"
-
-    @property
-    def _metrics(self) -> tuple[str, ...]:
-        return _METRICS.get(self.task, ("loss",))
+        return self.best or _METRICS.get(self.task, _LOSS)[0]
 
     def __post_init__(self):
         # zenflow checks its own arguments, which have the same names.
-        for name, expected in out_of_bounds(self):
-            self._check(name, False, expected)
-        self._check("seed", self.seed < 2**32, "a number below 2**32")
-        known = f"a metric of {self.task}: {', '.join(self._metrics)}"
-        self._check("best", self.metric in self._metrics, known)
+        check_bounds(self)
+        metrics = _METRICS.get(self.task, _LOSS)
+        known = f"a metric of {self.task}: {', '.join(metrics)}"
+        self._check("best", self.metric in metrics, known)
         is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
         wanted = "a share above 0 and below 1, such as 0.001, since every run validates (or 1 with "
         self._check("validation_share", is_share, wanted + "--steps 0)")
@@ -263,9 +242,6 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             self._check(name, getattr(self, name) in values, allowed)
         has_moments = self.host_state == "float32" or self.optimizer not in WITHOUT_MOMENTS
         self._check("host_state", has_moments, f"float32, because {self.optimizer} has no moments")
-        # Each head rotates pairs of channels.
-        multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
-        self._check("width", self.width % (2 * self.heads) == 0, multiple)
 
     def _check(self, name: str, fits: bool, expected: str) -> None:
         if not fits:
@@ -296,7 +272,7 @@ _SHARES = {"full_warm_up_share": "full_warm_up_rounds", "warmup_share": "warmup_
 _DURING_STEP = {"send_gradients": ["during_step"]}
 _NOT_BY_LAYER = {"layer_updates": ["after_backward"], "layer_inputs": ["device"]}
 _IN_SCANS = {"optimizer": ["zenflow"], "scan_layers": [True], "micro_batches": [1]}
-_BY_LAYER = {"optimizer": ON_DEVICE, "scan_layers": [False], "transfer_dtype": [None]}
+_BY_LAYER = {"optimizer": ON_DEVICE, "scan_layers": [False]}
 # Allowed values for each kind of stream.
 _STREAM_SETTINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "none": _NOT_BY_LAYER,

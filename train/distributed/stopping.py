@@ -29,10 +29,6 @@ class Stopped(SystemExit):
         self.signal_number = signal_number
 
 
-class Interrupted(Exception):
-    """A validation was interrupted by a signal."""
-
-
 class StopRequest:
     """Receives SIGTERM, SIGUSR1 and SIGINT. Use it in a `with` block on the main thread."""
 
@@ -64,11 +60,6 @@ class StopRequest:
         if self._alone:
             return self._number
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
-
-    def check(self) -> None:
-        """Raises `Interrupted` if the run must stop; several processes agree on a step instead."""
-        if self._alone and self._number is not None:
-            raise Interrupted
 
     def _set(self, handler: Any) -> None:
         """Sets the handler of all signals; the default handler ends the process."""

@@ -1,1 +1,1 @@
-"""Measures a run's metrics, logs them, sends them to trackers, and summarizes them."""
+"""Measures a run's metrics, and shows and writes its results."""

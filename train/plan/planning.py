@@ -104,9 +104,8 @@ class _Planner:
         if run.stream == "weights":
             return self._by_layers(run, compiles)
         key, host = run, {}
-        if run.has_engine:  # whose step does not depend on this setting
-            key = dataclasses.replace(run, host_state="float32")
-            host = {"host_state": run.host_state}
+        if run.has_engine:  # whose step does not depend on the setting
+            key, host = dataclasses.replace(run, host_state="float32"), run.subset(["host_state"])
         plan = planning.plan(*self._step(key), **host, device=self._device)
         plan = dataclasses.replace(plan, **self._machine)
         return plan.with_peak(self._peak(key)) if compiles else plan
@@ -118,9 +117,7 @@ class _Planner:
         plan = planning.plan_layerwise(
             model.shapes,
             batch,
-            first=model.first,
-            layer=model.layers,
-            last=model.last,
+            **model.functions,
             optimizer=leafwise_optimizer(_with_steps(run)),
             micro_batches=run.micro_batches,
             updates=run.layer_updates,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from train.cli.command_line import PROGRAM, Planning
 from train.cli.settings import StepSettings
-from train.log.run_log import show as show_line
+from train.log.results import show as show_line
 from train.plan.planning import RunPlan, Way
 from zenflow_jax import planning
 

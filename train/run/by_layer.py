@@ -44,10 +44,10 @@ class LayeredModel(NamedTuple):
         embed, head = _parts(outer["embed"]["embedding"]), _parts(outer["head"]["kernel"])
         return {"outer": {}, "layers": itertools.chain(embed, blocks, [outer["norm"]], head)}
 
-    def without_training(self, params: Any) -> layerwise.Trainer:
-        """Returns a trainer for evaluation only."""
-        functions = {"first": self.first, "layer": self.layers, "last": self.last}
-        return layerwise.Trainer(params, **functions, optimizer=None)
+    @property
+    def functions(self) -> dict[str, Any]:
+        """Returns the trainer's arguments."""
+        return {"first": self.first, "layer": self.layers, "last": self.last}
 
     def leaves(self, read_layer: Callable[[int | str], Any]) -> Iterator[Any]:
         """Yields the leaves of a model's parameters in order, from the trainer's blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,20 +15,20 @@ import jax
 from rich.console import Console
 
 from elves.atomic import write_text_atomically
+from train import command_of
+from train.checkpoints.checkpoints import CheckpointError, Checkpoints
 from train.checkpoints.compatibility import description
-from train.checkpoints.writing import Checkpoints
-from train.cli.settings import SettingsError, task_name
+from train.cli.settings import PAIRS, SettingsError, task_name
 from train.distributed import processes
-from train.distributed.stopping import Interrupted, Stopped, StopRequest, how_to_resume
-from train.log import summary
+from train.distributed.stopping import Stopped, StopRequest, how_to_resume
+from train.log import results
 from train.log.meter import Meter, Totals, causes_of_infinity, check_finite
-from train.log.run_log import RunLog, show
+from train.log.results import RunLog, show
 from train.run import models
 from train.run.folder import write_settings
 from train.run.setup import Job
 from train.run.training import LayerTraining, StepTraining
 from zenflow_jax import HostEngine
-from zenflow_jax.planning import UnfitRunError
 
 
 class Result(NamedTuple):
@@ -55,15 +56,16 @@ class Run:
         )
         self.validations: list[tuple[int, dict[str, float]]] = []  # each step with its metrics
         self.done = 0  # steps taken before this process started
+        self.failure: CheckpointError | None = None  # of the last save; the model is written first
         self.steps = job.settings.steps
-        task, config = job.task, job.model.origin and job.model.origin.config
+        config = job.model.origin and job.model.origin.config
         self.checkpoints = stack.enter_context(
             Checkpoints(
                 folder / "checkpoints",
                 keep=job.settings.keep,
                 keep_best=job.settings.keep_best,
-                larger_is_better=job.settings.larger_is_better,
-                describe=description(vars(job.settings), task.checksum, config, task.labels),
+                larger_is_better=job.settings.metric != "loss",
+                describe=description(vars(job.settings), job.task.checksum, config),
             )
         )
 
@@ -81,23 +83,20 @@ class Run:
         drawn = models.describe_new_weights(self.job.model, self.job.task.labels)
         if drawn and not self.done:
             self._say(drawn)
-        try:
-            self.training.open(self.stack)
-        except UnfitRunError as error:
-            raise SettingsError(str(error)) from error
+        self.training.open(self.stack)
         self._open_log(progress)
         if not self.done:
             check_finite(self._validated(0), causes_of_infinity(self.job.settings))
         elif self._is_validated(self.done):
             # The last start was stopped before this validation, or ended with this step.
             figures = self._validated(self.done)
-            self.checkpoints.rate(self.done, figures[self.job.settings.metric])
+            self.checkpoints.figures[self.done] = figures[self.job.settings.metric]
         return True
 
     def _has_ended(self) -> bool:
         """Returns whether the run is complete; rejects a run with too many steps."""
         done, steps = self.done, self.steps
-        if done == steps == summary.completed_steps(self.folder):
+        if done == steps == results.completed_steps(self.folder):
             self._say(
                 f"{self.folder} has completed all {done} steps. Pass a larger --steps to "
                 f"continue it, with {self.folder / 'settings.toml'} as the config, or pass "
@@ -149,11 +148,8 @@ class Run:
         for step in range(self.done + 1, self.steps + 1):
             self._step(step, lengths)
             number = self.stop.after(step)
-            try:
-                if not number and self._is_validated(step):
-                    self._validated(step)
-            except Interrupted:
-                number = self.stop.after(step)
+            if not number and self._is_validated(step):
+                self._validated(step)
             if number:  # the signal's sender may not wait long
                 self._save(step)
                 self.checkpoints.wait()
@@ -164,13 +160,20 @@ class Run:
                     self._say(f"step {step} was skipped: no checkpoint is saved")
                 else:
                     self._save(saved := step)
-        if saved < self.steps:
-            # Saved before the final flush, so that a run that is resumed with more steps equals a
-            # run that had these steps from the start.
-            self._save(self.steps)
-        self.checkpoints.wait()
+        try:
+            if saved < self.steps:
+                # Saved before the final flush, so that a run that is resumed with more steps equals
+                # a run that had these steps from the start.
+                self._save(self.steps)
+            self.checkpoints.wait()
+        except CheckpointError as error:
+            if jax.process_count() > 1:  # the others would wait for this process
+                raise
+            self.failure = error
         if number := self.stop.end():
-            raise Stopped(how_to_resume(number, self.steps, self.folder), signal_number=number)
+            raise self.failure or Stopped(
+                how_to_resume(number, self.steps, self.folder), signal_number=number
+            )
 
     def _step(self, step: int, lengths: set[int | None]) -> None:
         job = self.job
@@ -196,7 +199,7 @@ class Run:
         self.checkpoints.poll()
 
     def finish(self) -> Result:
-        """Flushes and validates, and writes the model."""
+        """Flushes and validates, and writes the model; then raises the failure of the last save."""
         steps = self.steps
         if self.done == steps:
             self.meter.start()
@@ -207,9 +210,13 @@ class Run:
         if self.validations[-1][0] == steps:
             self.validations.pop()  # from a start with more steps, before the flush
         figures = self._validated(steps)
-        self.checkpoints.rate(steps, figures[self.job.settings.metric])
+        self.checkpoints.figures[steps] = figures[self.job.settings.metric]
         best = self.checkpoints.best(or_step=steps)
-        return Result(totals, best, self._write_model(best))
+        written = self._write_model(best)
+        if self.failure is not None:
+            self._say(f"{self.folder / written} contains the trained weights")
+            raise self.failure
+        return Result(totals, best, written)
 
     def report(self, ended: Result, begun_s: float) -> None:
         """Writes and shows the summary of a run that began at `begun_s`, with its files closed."""
@@ -217,22 +224,20 @@ class Run:
         if not processes.is_first():
             return
         title = f"{figures['optimizer']}, {figures['parameters'] / 1e6:.1f} M parameters"
-        target = figures["target"]
         host = self.training.host
         timeline = host.timeline if isinstance(host, HostEngine) else []
         curves = self.meter.rows, self.validations, timeline
-        summary.write_pictures(self.folder, *curves, title=title, target=target)
+        results.write_pictures(self.folder, *curves, title=title, target=figures["target"])
         # Last, because its existence means that all files are written.
         text = json.dumps(figures, indent=2) + "\n"
         write_text_atomically(self.folder / "summary.json", text)
-        self.console.print(summary.summary_table(figures))
         if self.job.settings.keep_best:
             weights = f"the weights of step {ended.best}, the best validated checkpoint"
             self._say(f"{ended.written} contains {weights}")
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
-        use = summary.command_of_use(self.folder / ended.written, task_name(self.job.settings))
-        if use and ended.written == models.FOLDER:
-            self._say(f"Try it: {use}")
+        if ended.written == models.FOLDER and task_name(self.job.settings) != PAIRS:
+            model = shlex.quote(str(self.folder / models.FOLDER))
+            self._say(f'Try it: {command_of("generate")} --model {model} "A text"')
 
     def _write_model(self, best: int) -> str:
         """Writes the weights of the best step; returns the name of their file or folder."""

@@ -120,17 +120,11 @@ _SHARED = {f.name for f in dataclasses.fields(OptimizerSettings)} & set(zenflow_
 def _arguments(settings: OptimizerSettings) -> dict[str, Any]:
     shared = settings.subset(_SHARED)
     if settings.optimizer == "offload":
-        sending = {name: shared[name] for name in ("send_gradients", "transfer_dtype")}
+        sending = {"send_gradients": settings.send_gradients}
         return sending | {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
-    adapts = settings.update_interval == "auto"
-    scaled = settings.window_scaling == "auto" and settings.rolling and not adapts
-    arguments = shared | {
-        "full_warm_up_rounds": settings.warm_up_rounds,
-        "window_scaling": scaled,
-        "provisional_share": settings.provisional_share or None,
-    }
-    if adapts:
-        arguments["update_interval"] = zenflow_jax.AutoWindow()
+    arguments = shared | {"full_warm_up_rounds": settings.warm_up_rounds}
+    if settings.update_interval == "auto":
+        arguments |= {"update_interval": zenflow_jax.AutoWindow(), "window_scaling": None}
     if settings.select_interval == "auto":
         arguments["select_interval"] = zenflow_jax.AutoSelect()
     return arguments

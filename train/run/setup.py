@@ -48,7 +48,6 @@ class Job(NamedTuple):
     layered: LayeredModel | None  # if weights stream
     train_step: Callable | None  # for all other models
     validate: Callable[[Any], dict[str, float]]  # from `make_validate`
-    notes: tuple[str, ...]  # shown to the user
 
 
 def read(settings: Settings) -> Sources:
@@ -81,8 +80,8 @@ def read(settings: Settings) -> Sources:
     return Sources(settings, mesh, origin, config, texts, task, sample)
 
 
-def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
-    """Creates model, compiled functions and optimizer state; `check` may interrupt a validation."""
+def prepare(sources: Sources) -> tuple[Job, Any]:
+    """Creates model, compiled functions and optimizer state."""
     settings, mesh, task = sources.settings, sources.mesh, sources.task
     batches = Batches(
         task.train,
@@ -126,8 +125,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         model=model,
         layered=layered,
         train_step=train_step,
-        validate=make_validate(judge, task, sources.sample, check),
-        notes=(*task.notes, *task.overview),
+        validate=make_validate(judge, task, sources.sample),
     )
     return job, opt_state
 
@@ -151,9 +149,7 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
     assert layered is not None
     trainer = layerwise.Trainer(
         job.model.params if state is None else layered.shapes,
-        first=layered.first,
-        layer=layered.layers,
-        last=layered.last,
+        **layered.functions,
         optimizer=optimizers.leafwise_optimizer(settings),
         max_grad_norm=settings.max_grad_norm,
         updates=settings.layer_updates,
@@ -178,11 +174,11 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     with contextlib.ExitStack() as stack:
         weights = model.params
         if layered is not None:
-            weights = stack.enter_context(layered.without_training(weights))
+            trainer = layerwise.Trainer(weights, **layered.functions, optimizer=None)
+            weights = stack.enter_context(trainer)
             model.params.clear()  # as `make_trainer` does
         figures = make_validate(judge, task, sample)(weights)
-    model_name = settings.model or "an untrained model"
-    say(f"{model_name} on {sample.examples} validation examples:")
+    say(f"{settings.model or 'an untrained model'} on {sample.examples} validation examples:")
     for name, value in figures.items():
         per = f" nats per {task.target}" if name == "loss" else ""
         say(f"{name} {value:.4f}{per}")

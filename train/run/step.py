@@ -161,7 +161,6 @@ def make_validate(
     judge: Callable[[Any, Batch], Any],
     task: Task,
     sample: Iterable[Batch],
-    check: Callable[[], None] = lambda: None,
 ) -> Callable[[Any], dict[str, float]]:
     """Returns a function from the first argument of `judge` to the metrics on a sample."""
 
@@ -169,7 +168,6 @@ def make_validate(
         loss = targets = 0.0
         predictions, labels = [], []
         for batch, (losses, counts, predicted) in _ahead(partial(judge, params), sample):
-            check()
             loss += float(losses)
             targets += float(counts)
             if task.labels:

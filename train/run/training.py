@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import zenflow_jax
-from train.checkpoints.writing import Checkpoints
+from train.checkpoints.checkpoints import Checkpoints
 from train.run.by_layer import LayeredModel, micro_batches
 from train.run.setup import Job, make_trainer
 from zenflow_jax import layerwise
@@ -41,11 +41,10 @@ class StepTraining:
         """Creates the engine, which `stack` closes."""
         if not self._job.settings.has_engine:
             return
-        names = ("host_kernel", "host_state", "threads")
         engine = zenflow_jax.HostEngine(
             self.params,
             self.opt_state,
-            **self._job.settings.subset(names),
+            **self._job.settings.subset(("host_kernel", "host_state")),
             engine_state=self._engine_state,
         )
         self.host = stack.enter_context(engine)

@@ -17,7 +17,6 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from train.huggingface.tokenizer import Tokenizer
-from train.tasks.batches import DataError
 
 # A chunk ends with the text that reaches one of these limits. All cores encode the chunk, one text
 # per core at a time, so it should contain several texts; a million characters take about 150 MB.
@@ -86,12 +85,7 @@ def store_tokens(chunks: Iterable[Encoded], tokenizer: Tokenizer) -> Encoded:
             for i, array in enumerate(arrays):
                 array = np.ascontiguousarray(array, dtypes[i])
                 checksums[i] = zlib.crc32(array, checksums[i])
-                try:
-                    files[i].write(array.data)
-                    files[i].flush()
-                except OSError as error:
-                    problem = f"the tokens cannot be written to {tempfile.gettempdir()}: {error}"
-                    raise DataError(f"{problem}. Free disk space, or set TMPDIR.") from error
+                files[i].write(array.data)
 
         for tokens, marks, starts, whole, _ in chunks:
             write(tokens, marks, starts[:-1] + total, whole)

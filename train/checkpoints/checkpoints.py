@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints in parallel with training.
+"""Writes a run's checkpoints in parallel with training, and reads them.
 
     checkpoints/300/state   parameters and optimizer state, by orbax, without mail
     checkpoints/300/engine  the engine's state, written from its own memory
@@ -6,8 +6,8 @@
     checkpoints/300/checksums.json   size and CRC-32 of every file in these folders
 
 The step is the position in the data (`tasks/batches.py`). A checkpoint gets its final name when it
-is complete. orbax decodes most flipped bits without an error, so `reading.py` compares checksums
-before it restores anything. No data is ever unpickled.
+is complete. orbax decodes most flipped bits without an error, so checksums are compared
+before anything is restored. No data is ever unpickled.
 """
 
 from __future__ import annotations
@@ -15,30 +15,76 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
+import math
 import re
+import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import orbax.checkpoint as ocp
 
 import zenflow_jax
-from train.checkpoints.checksums import CHECKSUMS, checksums
-from train.checkpoints.reading import (
-    CheckpointError,
-    SavedCheckpoints,
+from train import Failure
+from train.checkpoints.checksums import CHECKSUMS, checksums, find_damage
+from train.checkpoints.compatibility import (
+    check_arrays,
+    check_same_run,
     describe_arrays,
+    join_arrays,
     split_arrays,
 )
+from train.cli.settings import ON_DEVICE, SettingsError
 from train.distributed import processes
 
 
-class Checkpoints(SavedCheckpoints):
-    """Writes a run's checkpoints, and keeps the newest `keep`."""
+class CheckpointError(Failure):
+    """A checkpoint could not be written or read."""
 
-    def __init__(self, folder: Path, *, keep: int, keep_best: bool, **reading: Any):
-        super().__init__(folder, **reading)
+
+class Restored(NamedTuple):
+    params: Any
+    opt_state: Any
+    engine_state: Any  # None without an engine; an engine reads its arrays from the checkpoint
+    progress: dict[str, Any]  # as passed to `save`
+
+
+def check_path(folder: Path) -> None:
+    """Raises an error if orbax, which treats paths as patterns, could not read from `folder`."""
+    folder = folder.absolute()
+    if characters := re.findall(r"[][*?\\]", str(folder)):  # orbax 0.12.8
+        raise SettingsError(
+            f"`output_dir`: checkpoints cannot be read from {folder}, because its "
+            f"path contains {characters[0]}. Pass another --output-dir, or rename the folder."
+        )
+
+
+class Checkpoints:
+    """The checkpoints of one run; keeps the newest `keep`. Every process must make the same calls.
+
+    `describe` is the run's description, which must match that in a checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        keep_best: bool,
+        larger_is_better: bool = False,
+        describe: Mapping[str, Any],
+    ):
+        check_path(folder)
+        self._folder = folder.absolute()
+        self._sign = 1 if larger_is_better else -1
+        self._description = describe
+        self.figures: dict[int, float] = {}  # validation metric by step
+        for name in ("absl", "asyncio"):  # orbax logs failures here, in addition to raising them
+            logging.getLogger(name).addFilter(lambda record: record.exc_info is None)
         self._keep = keep
         self._keep_best = keep_best
         self._writing: int | None = None  # the step of the pending save
@@ -51,6 +97,78 @@ class Checkpoints(SavedCheckpoints):
         self.wait()
         if self._manager is not None:  # None after a failed save
             self._manager.close()
+
+    def newest(self) -> int | None:
+        """Returns the step of the newest checkpoint; None if there are no checkpoints."""
+        step = max(self.steps(), default=None) if processes.is_first() else None
+        text = processes.from_first("" if step is None else str(step))
+        return int(text) if text else None
+
+    def steps(self) -> list[int]:
+        """Returns the steps of all complete checkpoints, including damaged ones, ascending."""
+        if not self._folder.is_dir():  # no checkpoint was started
+            return []
+        return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
+
+    def restore(
+        self, step: int, params: Any, opt_state: Any, *, only_engine: bool = False
+    ) -> Restored:
+        """Restores the checkpoint of `step`; raises `SettingsError` if it belongs to another run.
+
+        Frees each array of `params` and `opt_state` as its restored value arrives, unless
+        `only_engine`.
+        """
+        folder = self._intact(step)
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            run = reader.restore(folder / "run")
+        check_same_run(folder, run, self._description)
+        self.figures = dict(run["figures"])
+        fresh = {"params": params, "opt_state": opt_state}
+        saved, others = split_arrays(fresh)
+        check_arrays(folder, run, describe_arrays(saved))
+        arrays = saved if only_engine else self._read_state(folder, saved)
+        engine_state = None
+        kind = run["settings"]
+        if kind["stream"] == "weights" or kind["optimizer"] not in ON_DEVICE:
+            with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
+                engine_state = reader.restore(folder / "engine")
+        trees = join_arrays(fresh, arrays, others)
+        return Restored(**trees, engine_state=engine_state, progress=run["progress"])
+
+    def weights(self, step: int, like: Any) -> Any:
+        """Restores only the parameters, in place of those in `like`, which are consumed."""
+        folder = self._intact(step)
+        saved, others = split_arrays({"params": like, "opt_state": ()})
+        restored = self._read_state(folder, saved, partial_restore=True)
+        return join_arrays({"params": like}, restored, others)["params"]
+
+    def _intact(self, step: int) -> Path:
+        """Returns a checkpoint's folder; raises an error if it is damaged."""
+        folder = self._folder / str(step)
+        problem = find_damage(folder) if processes.is_first() else None
+        if problem := processes.from_first(problem or ""):
+            raise CheckpointError(
+                f"checkpoint {step} in {self._folder} is damaged: {problem}. Remove its folder, "
+                "and start again: the run resumes from the checkpoint before it."
+            )
+        return folder
+
+    def _read_state(self, folder: Path, saved: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """Reads arrays in place of `saved`, which are consumed."""
+        templates = dict(saved)
+        for name, x in saved.items():
+            if isinstance(x, jax.Array):
+                templates[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+                x.delete()  # first, so that the device never holds both
+        restore_args = ocp.checkpoint_utils.construct_restore_args(templates)
+        args = ocp.args.PyTreeRestore(item=templates, restore_args=restore_args, **options)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return reader.restore(folder / "state", args=args)
+
+    def _best_of(self, steps: Iterable[int]) -> int | None:
+        rated = [(self._sign * self.figures[s], s) for s in steps if s in self.figures]
+        # NaN is neither better nor worse. Among equals, the latest wins.
+        return max((pair for pair in rated if not math.isnan(pair[0])), default=(0, None))[1]
 
     def save(
         self,
@@ -70,7 +188,7 @@ class Checkpoints(SavedCheckpoints):
         validation, decides which checkpoint is best.
         """
         if figure is not None:
-            self.rate(step, figure)
+            self.figures[step] = figure
         self.wait()
         saved, _ = split_arrays({"params": params, "opt_state": opt_state})
         run = {
@@ -78,7 +196,7 @@ class Checkpoints(SavedCheckpoints):
             "zenflow_jax": zenflow_jax.__version__,
             "step": step,
             "arrays": describe_arrays(saved),
-            "figures": list(self._figures.items()),
+            "figures": list(self.figures.items()),
             "progress": progress,
         }
         items: dict[str, Any] = {
@@ -105,9 +223,6 @@ class Checkpoints(SavedCheckpoints):
             with self._failures():
                 self._opened().wait_until_finished()
             self._writing = None
-
-    def rate(self, step: int, figure: float) -> None:
-        self._figures[step] = figure
 
     def best(self, *, or_step: int) -> int:
         """Returns the best checkpoint's step; `or_step` if it is better, or without `keep_best`."""
@@ -168,12 +283,18 @@ class Checkpoints(SavedCheckpoints):
             # (orbax 0.12.8).
             unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
             warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
+            # tensorstore's threads end other writes, for which orbax waits no longer.
+            show = sys.excepthook
+            sys.excepthook = lambda *e: "loop is closed" in str(e[1]) or show(*e)
             step, self._writing = self._writing, None
             failed, self._manager = self._manager, None
             if failed is not None:
                 # A save writes in several threads; this raises the errors after the first.
                 with contextlib.suppress(OSError, ValueError):
                     failed.close()
+            if processes.is_first():  # the model may need the space
+                for part in self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"):
+                    shutil.rmtree(part, ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint {step} cannot be written to {self._folder}: {got}. Free disk space or "
                 "fix the permissions, and start again with --run: older checkpoints are unchanged."
