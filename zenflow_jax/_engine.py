@@ -296,14 +296,16 @@ class HostEngine:
         return snapshot
 
     @recorded("state")
-    def _settled(self, params: PyTree, opt_state: PyTree) -> Callable[[], tuple[int, int]]:
-        """Waits for the host's masters; returns a key that each step, flush or load changes."""
+    def _settled(self, params: PyTree, opt_state: PyTree) -> object:
+        """Waits for the host's masters; returns `noted`, replaced by each step, flush or load."""
         self._check_usable()
         self._checker.state(opt_state)
         if self._progress.step == 0:
-            self._updates.load(self._offloaded.pick(self._checker.take(params).weights))
+            weights = self._checker.take(params).weights
+            self._updates.load(self._offloaded.pick(weights))
+            self._tokens.note(weights)
         self._settle()
-        return lambda: (self._tokens.number, self._updates.loads)
+        return self._tokens.noted
 
     def exchange_nnx(self, model: object, optimizer: object) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""

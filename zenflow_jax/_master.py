@@ -63,7 +63,7 @@ def iter_master_params(
         opt_state: As for `master_params`.
         engine: As for `master_params`.
 
-    Yields:
+    Returns:
         Pairs of key path and masters, one for each leaf, in the order of `jax.tree.leaves(params)`.
 
     Examples:
@@ -82,15 +82,14 @@ def iter_master_params(
         place: (leaf, None if leaf.spec.resident else next(numbers))
         for place, leaf in zip(places, state.leaves, strict=True)
     }
-    moment = engine._settled(params, opt_state)
-    step, start = engine.stats.steps, moment()
+    step, noted = engine.stats.steps, engine._settled(params, opt_state)
     for place, (path, weight) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
         if place not in leaf_at:
             yield path, weight
             continue
         leaf, number = leaf_at[place]
         engine._check_usable()
-        if moment() != start:
+        if engine._tokens.noted is not noted:
             raise RuntimeError(
                 f"Parameters changed while the masters of step {step} were being read. Read all "
                 "before the next step, `flush` or `iter_master_params`."

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import read, shape_with_rank, without_units
 from zenflow_jax._device.shards import Shard
-from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._spec.groups import group_specs
 from zenflow_jax._spec.leaf import LeafSpec
 
@@ -214,29 +214,3 @@ def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[_T]]) -> list[list[
     for part, on_devices in zip(parts, pieces, strict=True):
         by_position[part.leaf].update(zip(part.positions, on_devices, strict=True))
     return [[x for _, x in sorted(leaf.items())] for leaf in by_position]
-
-
-def replace_selection(
-    leaf: LeafState,
-    chosen: jax.Array,
-    scores: jax.Array,
-    pieces: Sequence[tuple[jax.Array, ...] | None],
-) -> tuple[LeafState, jax.Array | None]:
-    """Returns a leaf's state with newly selected channels and their masters."""
-    assert leaf.channels is not None
-    assert leaf.scores is not None
-    leaf = leaf.replace(
-        channels=keep_sharding(chosen, leaf.channels), scores=keep_sharding(scores, leaf.scores)
-    )
-    if leaf.spec.k == 0:
-        return leaf, None
-    master, mu, nu, steps = (
-        assemble(x, old.shape, old.sharding)
-        for x, old in zip(
-            zip(*filter(None, pieces), strict=True),
-            (leaf.mu, leaf.mu, leaf.nu, leaf.steps),
-            strict=True,
-        )
-    )
-    kept = None if leaf.master is None else master
-    return leaf.replace(master=kept, mu=mu, nu=nu, steps=steps), master

@@ -41,13 +41,13 @@ class Tokens:
 
     def note(self, weights: Sequence[jax.Array]) -> None:
         """Records the parameters of the last returned state, without keeping them alive."""
-        self._weights = [weakref.ref(x) for x in weights]
+        self.noted = [weakref.ref(x) for x in weights]  # a new list for each moment
 
     @property
     def weights(self) -> list[jax.Array] | None:
         """Returns these parameters, or None if any was freed."""
-        weights = [x for ref in self._weights if (x := ref()) is not None and not x.is_deleted()]
-        return weights if len(weights) == len(self._weights) else None
+        weights = [x for ref in self.noted if (x := ref()) is not None and not x.is_deleted()]
+        return weights if len(weights) == len(self.noted) else None
 
     def check_new_step(self, state: ZenFlowState) -> None:
         """Rejects a state without a new step since the last call."""

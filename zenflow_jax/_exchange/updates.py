@@ -30,7 +30,6 @@ from zenflow_jax._exchange.parts import (
     host_part,
     keep_sharding,
     part_sharding,
-    replace_selection,
 )
 from zenflow_jax._exchange.progress import EMPTY, NONE, PENDING
 from zenflow_jax._exchange.worker import Worker
@@ -47,8 +46,6 @@ class Updates:
         self._offloaded = offloaded
         self._parts = offloaded.parts
         self._specs = offloaded.specs
-        #: How many times the host has copied its masters from parameters.
-        self.loads = 0
         #: Each group's selected channels, in the form of `channel_rows`.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
         for number, group in enumerate(offloaded.groups):
@@ -137,7 +134,6 @@ class Updates:
             self._worker.host.take_master(
                 i, host_part(weights[part.leaf], part, self._specs[part.leaf])
             )
-        self.loads += 1
 
     def masters(self, number: int, weight: jax.Array) -> jax.Array:
         """Returns a leaf's masters beside its parameter, as for a merge; selected ones are stale.
@@ -185,14 +181,26 @@ class Updates:
         before, self._rows[number] = self._rows[number], rows
         update = self.close_window(number, leaving=leaving, chosen=chosen, before=before)
         entered = by_leaf(group.parts, self._worker.wait(update.entered, after))
-        masters: list[jax.Array | None] = [None] * len(states)
+        masters = []
         for j, s in enumerate(states):
-            states[j], masters[j] = replace_selection(s, chosen[j], scores[j], entered[j])
-        entering = [j for j, x in enumerate(masters) if x is not None]
+            states[j] = s = s.replace(
+                channels=keep_sharding(chosen[j], s.channels),
+                scores=keep_sharding(scores[j], s.scores),
+            )
+            if s.spec.k:
+                new, like = zip(*entered[j], strict=True), (s.mu, s.mu, s.nu, s.steps)
+                master, mu, nu, steps = (
+                    assemble(pieces, old.shape, old.sharding)
+                    for pieces, old in zip(new, like, strict=True)
+                )
+                masters.append(master)
+                kept = None if s.master is None else master
+                states[j] = s.replace(master=kept, mu=mu, nu=nu, steps=steps)
+        entering = [j for j, s in enumerate(states) if s.spec.k]
         if entering:
             merged = enter(
                 [weights[group.leaves[j]] for j in entering],
-                [masters[j] for j in entering],
+                masters,
                 [states[j].channels for j in entering],
                 specs=tuple(group.specs[j] for j in entering),
             )
