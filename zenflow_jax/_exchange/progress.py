@@ -19,10 +19,6 @@ from zenflow_jax._spec.schedule import Boundary, Schedule
 
 _logger = logging.getLogger("zenflow_jax")
 
-# The status of a group's update: none is pending, a full update is pending, or an empty update is
-# pending because no step in its window counted.
-NONE, PENDING, EMPTY = 0, 1, 2
-
 INTERRUPTED = (
     "The engine's last call was interrupted, so parameters, state and host no longer match. Resume "
     "from the last checkpoint."
@@ -44,7 +40,7 @@ class RunState:
     window_lengths: list[int]  # the number of windows with 0, 1, ... steps
     schedule_state: ScheduleState  # before the next step, without unread statistics
     counted: list[int]  # steps in the open windows' sums; filled in by a save, as all below
-    pending: list[int]  # NONE, PENDING or EMPTY
+    pending: list[int]  # 1 if the group's update has not reached the parameters
     token: int = 0  # for the next step
     params: int = 0  # the parameters' checksum (`_checkpoint/resume.py`); 0 if it is unknown
     step: int = 0  # steps taken so far
@@ -60,7 +56,7 @@ class RunState:
             window_lengths=[0] * (schedule.window + 1),
             schedule_state=schedule.first_state(leaves),
             counted=[0] * schedule.groups,
-            pending=[NONE] * schedule.groups,
+            pending=[0] * schedule.groups,
         )
 
 

@@ -31,7 +31,6 @@ from zenflow_jax._exchange.parts import (
     keep_sharding,
     part_sharding,
 )
-from zenflow_jax._exchange.progress import EMPTY, NONE, PENDING
 from zenflow_jax._exchange.worker import Worker
 
 
@@ -79,10 +78,11 @@ class Updates:
         return update
 
     def wait(self) -> list[int]:
-        """Waits for pending updates; returns each group's status: NONE, PENDING or EMPTY."""
-        kinds = [NONE] * len(self._offloaded.groups)
+        """Waits for pending updates; returns 1 for each group that has one, otherwise 0."""
+        kinds = [0] * len(self._offloaded.groups)
         for group, update in self.pending.items():
-            kinds[group] = PENDING if self._worker.wait(update.done, None) else EMPTY
+            # An update is empty if no step in its window counted.
+            kinds[group] = int(bool(self._worker.wait(update.done, None)))
         return kinds
 
     def collect(
@@ -234,13 +234,11 @@ class Updates:
         """
         leaves = self._worker.leaves()
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
-            if kind == NONE:
+            if kind != 1:
                 continue
-            uploads: list[list[jax.Array]] = []
-            if kind == PENDING:
-                uploads = [self._worker.upload(i) for i in group.part_numbers]
-                # The next update writes to the source arrays.
-                jax.block_until_ready(uploads)
+            uploads = [self._worker.upload_part(i) for i in group.part_numbers]
+            # The next update writes to the source arrays.
+            jax.block_until_ready(uploads)
             # Each device's rows in the order of leaves, by position.
             rows: dict[tuple[int, Any], list[np.ndarray]] = {}
             for i, part in zip(group.part_numbers, group.parts, strict=True):

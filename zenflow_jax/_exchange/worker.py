@@ -127,7 +127,7 @@ class Worker:
             self.check()
         return leaves
 
-    def upload(self, i: int) -> list[jax.Array]:
+    def upload_part(self, i: int) -> list[jax.Array]:
         """Starts uploads of part `i`'s masters, which no update may change before they arrive."""
         array = self.leaves()[i].to_upload
         return [upload(array, device) for device in self._offloaded.parts[i].devices]
@@ -340,7 +340,7 @@ class Worker:
                 self.recorder.works_at("update", step)
                 continue
             first = first or time.perf_counter()
-            uploads.append(self.upload(i))
+            uploads.append(self.upload_part(i))
         if first:
             self.recorder.works_at("wait for uploads", step)
             # The next update writes to the source arrays.
