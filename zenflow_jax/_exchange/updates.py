@@ -161,9 +161,6 @@ class Updates:
         Waits for the step that produced `after`. Changes `weights`; returns new `leaves`.
         """
         group, leaves = self._offloaded.groups[number], list(leaves)
-        if not group.leaves:
-            self.close_window(number)
-            return leaves
         places = group.pick(self._offloaded.places)
         whole = [leaves[i] for i in places]
         states = self._ranges(number, whole)
@@ -246,7 +243,7 @@ class Updates:
                     rows.setdefault(place, []).append(leaves[i].before.reshape(1, -1))
             pieces = [upload(np.concatenate(rows[x], axis=1), x[1]) for x in sorted(rows)]
             like = self._rows[number]
-            assert like is not None, "the group has leaves"
+            assert like is not None, "only a run without offloaded leaves has an empty group"
             # Rows without channels (`topk_ratio=0`) are identical, and jit may place them anywhere.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
             self.pending[number] = update = Update(number, before=rows_then)

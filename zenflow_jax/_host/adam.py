@@ -29,9 +29,8 @@ from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 # Maximum number of elements that a thread takes at once. Numba streams through memory and evicts
 # the interpreter's data; reloading it costs up to 50 us per tile, 3% of the time at half this size.
 _NUMBA_TILE = 2 * 1024 * 1024
-# The NumPy kernel's tile should stay in a core's L2 cache. Several threads contend for the GIL
-# between NumPy calls, however: larger tiles exceed the cache, but halve the time lost to the GIL.
-_NUMPY_TILE, _NUMPY_TILE_SHARED = 128 * 1024, 256 * 1024
+# The NumPy kernel's tile stays in a core's L2 cache.
+_NUMPY_TILE = 128 * 1024
 # Smaller leaves get smaller tiles, so that every thread has work. This is the minimum size.
 _LEAST_TILE = 64 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
@@ -55,11 +54,10 @@ class HostAdam:
         check_one_of("host_kernel", kernel, ("numba", "numpy"))
         most = max(1, len(os.sched_getaffinity(0)) - 1)
         self.threads = threads = check_int_or_none("threads", threads, 1) or most
-        numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
         if kernel == "numba":
             self._kernel = NumbaKernel(tile or _NUMBA_TILE)
         else:
-            self._kernel = NumpyKernel(tile or numpy_tile)
+            self._kernel = NumpyKernel(tile or _NUMPY_TILE)
         # Two threads must not enter Numba's own parallel layer. This pool runs only serial
         # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
