@@ -189,7 +189,7 @@ class HostEngine:
         first = self._progress.step == 0
         state = self._checker.state(opt_state)
         # Rejects unsuitable parameters before any change.
-        taken = self._checker.take(params)
+        taken = self._checker.params(params)
         offloaded = self._offloaded.pick(taken.weights)
         self._tokens.check_new_step(state)
         self._checker.check_in_place(state, taken.weights)
@@ -240,7 +240,7 @@ class HostEngine:
         if not self._offloaded.specs:
             return params, opt_state
         copied = self._tokens.check_between_steps(state)
-        taken = self._checker.take(params)
+        taken = self._checker.params(params)
         if copied:
             self._checker.check_in_place(state, taken.weights)
         # An update mid-window would overwrite the provisional steps since the window opened.
@@ -301,7 +301,7 @@ class HostEngine:
         self._check_usable()
         self._checker.state(opt_state)
         if self._progress.step == 0:
-            weights = self._checker.take(params).weights
+            weights = self._checker.params(params).weights
             self._updates.load(self._offloaded.pick(weights))
             self._tokens.note(weights)
         self._settle()

@@ -67,7 +67,7 @@ class StateChecker:
             check_in_place(state, weights)
             self._state_shardings = shardings
 
-    def take(self, params: PyTree) -> CallerTree:
+    def params(self, params: PyTree) -> CallerTree:
         """Splits parameters into leaves; rejects different shapes, dtypes or placements."""
         taken = self._match(params)
         shardings = [getattr(weight, "sharding", None) for weight in taken.weights]

@@ -43,8 +43,6 @@ class Updates:
     def __init__(self, worker: Worker, offloaded: OffloadedLeaves, leaves: Leaves):
         self._worker = worker
         self._offloaded = offloaded
-        self._parts = offloaded.parts
-        self._specs = offloaded.specs
         #: Each group's selected channels, in the form of `channel_rows`.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
         for number, group in enumerate(offloaded.groups):
@@ -130,20 +128,20 @@ class Updates:
         The first step moves no deferred channel, so the values before and after it are equal. The
         worker must be idle.
         """
-        for i, part in enumerate(self._parts):
-            self._worker.host.take_master(
-                i, host_part(weights[part.leaf], part, self._specs[part.leaf])
-            )
+        specs = self._offloaded.specs
+        for i, part in enumerate(self._offloaded.parts):
+            weight = host_part(weights[part.leaf], part, specs[part.leaf])
+            self._worker.host.load(i, weight)
 
     def masters(self, number: int, weight: jax.Array) -> jax.Array:
         """Returns a leaf's masters beside its parameter, as for a merge; selected ones are stale.
 
         The worker must be idle.
         """
-        leaves, spec = self._worker.leaves(), self._specs[number]
+        leaves, spec = self._worker.leaves(), self._offloaded.specs[number]
         by_position = {}
         for ranges in self._offloaded.pieces:
-            part = self._parts[ranges[0]]
+            part = self._offloaded.parts[ranges[0]]
             if part.leaf == number:
                 # A copy, because the next update overwrites live masters.
                 each = [leaves[i].master.as_float32().reshape(leaves[i].spec.shape) for i in ranges]

@@ -211,7 +211,8 @@ class HostState:
         self.leaves, self._closed = [], []
         self._adam.close()
 
-    def take_master(self, i: int, weight: np.ndarray) -> None:
+    def load(self, i: int, weight: np.ndarray) -> None:
+        """Overwrites leaf `i`'s masters."""
         self.before_write(i)
         self.leaves[i].master.write(weight)
 
