@@ -13,13 +13,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from zenflow_jax._checkpoint.resume import (
-    agree,
-    check_resumed,
-    checksum,
-    failing_together,
-    resume_run,
-)
+from zenflow_jax._checkpoint import resume
 from zenflow_jax._checkpoint.saving import EngineSnapshot
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
@@ -109,12 +103,12 @@ class HostEngine:
         state, weights = checks.checked(params, opt_state, engine_state is None)
         self._devices = devices_of(weights)
         # Before the block, because all processes must run this program.
-        params_sum = 0 if engine_state is None else checksum(weights)
-        with failing_together(self._devices):
+        params_sum = 0 if engine_state is None else resume.checksum(weights)
+        with resume.failing_together(self._devices):
             check_gpus(self._devices)
             run = RunState.first(state)
             if engine_state is not None:
-                run = check_resumed(engine_state, state)
+                run = resume.check_resumed(engine_state, state)
             self._offloaded = offloaded = OffloadedLeaves.of(state)
             check_pinned_memory(state, offloaded)
             pin_memory_for_mail(state, offloaded)
@@ -126,12 +120,14 @@ class HostEngine:
             self._integrity = Integrity(state, everything=check == "all")
             self._updates = updates = Updates(worker, offloaded, state.leaves)
             if engine_state is not None:
-                resume_run(engine_state, run, state, params_sum, offloaded, worker, updates)
+                resume.resume_run(engine_state, run, state, params_sum, offloaded, worker, updates)
             self._tokens = Tokens(state, weights)
             self._mailbox = Mailbox(worker, state, self._tokens)
             self._lifecycle = life = Lifecycle(updates.pending)
             self._abstract = jax.eval_shape(lambda x: x, state)  # does not keep arrays alive
-        self._tokens.run = agree(None, int(read(state.step)), int(read(state.token)), self._devices)
+        self._tokens.run = resume.agree(
+            None, int(read(state.step)), int(read(state.token)), self._devices
+        )
         # This must come last: a failed constructor must not leak a thread.
         worker.start()
         # A forgotten engine's thread ends on its own.

@@ -17,13 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from zenflow_jax._checkpoint.tree import (
-    SUMS,
-    arrays_of_leaves,
-    decoded,
-    options_of,
-    place_of,
-)
+from zenflow_jax._checkpoint.tree import SUMS, arrays_of_leaves, decoded, options_of, place_of
 from zenflow_jax._device.checksums import checksums
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState

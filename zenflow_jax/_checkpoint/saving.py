@@ -19,12 +19,7 @@ import numpy as np
 
 from zenflow_jax._checkpoint.resume import checksum, gather
 from zenflow_jax._checkpoint.stored import write_state
-from zenflow_jax._checkpoint.tree import (
-    SUMS,
-    arrays_of_leaves,
-    encoded,
-    place_of,
-)
+from zenflow_jax._checkpoint.tree import SUMS, arrays_of_leaves, encoded, place_of
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._exchange.progress import RunState

@@ -16,13 +16,7 @@ from functools import partial
 import numpy as np
 
 from zenflow_jax._host.arrays import HostArray, Tile, bits, cut_tiles, flat
-from zenflow_jax._host.numpy_kernel import (
-    GRADIENTS_PER_PASS,
-    NumpyKernel,
-    Step,
-    Sums,
-    Weighted,
-)
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, Sums, Weighted
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
