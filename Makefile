@@ -36,7 +36,7 @@ ours = { test -z "$$(ls -A "$$folder" 2> /dev/null)" || test -e "$$folder/.zenfl
 .NOTPARALLEL:  # an environment allows one install at a time
 # `.ci/run` makes this environment while other targets run.
 .PHONY: install-compiler
-.PHONY: help quickstart test test-fast test-compiled test-clients test-slurm docs test-docs dist lint clean same-python
+.PHONY: help quickstart test test-fast test-compiled test-clients docs test-docs dist lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
@@ -47,9 +47,7 @@ help:
 	@echo "                 kept for the next run. Only \`make test\` is authoritative"
 	@echo "make test-compiled  compile all programs for a GPU and check them; needs no GPU. Two to four"
 	@echo "                 minutes, and a download of 230 MB"
-	@echo "make test-clients  run the tests that need Keras, equinox, haliax and datasets, in a separate environment"
-	@echo "make test-slurm  run the batch script under SLURM with two nodes on this machine: four minutes; needs"
-	@echo "                 Debian's packages slurm-wlm and munge"
+	@echo "make test-clients  run the tests that need Keras, equinox and haliax, in a separate environment"
 	@echo "make docs        build the documentation into build/site; two minutes, runs its examples"
 	@echo "make test-docs   open every page in a browser; needs Chromium"
 	@echo "make dist        build wheel and source distribution into dist/"
@@ -91,9 +89,6 @@ $(compiler)/.installed: $(installed)
 	@cd $(compiler) && mkdir jax_cuda13_plugin && touch jax_cuda13_plugin/__init__.py \
 	  jax_plugins/__init__.py nvidia/__init__.py
 	@touch $@
-
-test-slurm: $(installed) $(tools)
-	@$(pytest) tests/in_slurm.py
 
 test-clients:
 	@folder=$(VENV)-clients; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax

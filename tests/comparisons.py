@@ -1,7 +1,6 @@
 """Compares runs with the slow reference or with `optax.adamw`, as closely as rounding allows."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,20 +74,15 @@ def slow_run(leaves: Leaves, settings: Settings, seed: int = 0, **more: Any) -> 
 
 
 def reference(
-    leaves: Leaves,
-    settings: Settings,
-    plan: Plan,
-    seed: int = 0,
-    shards: Any = None,
-    gradients: Callable[..., dict[str, np.ndarray]] = gradients,
-    host_state: str = "float32",
-) -> tuple[History, Any]:
-    """Returns the slow reference's run, and the reference itself for its counts."""
-    slow = slow_run(leaves, settings, seed, shards=shards, host_state=host_state)
+    training: Training, plan: Plan, shards: Any = None, host_state: str = "float32"
+) -> tuple[History, Reference]:
+    """Returns the slow reference's run with the same leaves and settings, and the reference."""
+    leaves, seed = training.leaves, training.seed
+    slow = slow_run(leaves, training.settings, seed, shards=shards, host_state=host_state)
     names = [x.name for x in leaves]
     params, selected = [], []
     for t in range(1, plan.steps + 1):
-        new = slow.step(list(gradients(leaves, t, seed, t in plan.bad).values()))
+        new = slow.step(list(training.gradients(leaves, t, seed, t in plan.bad).values()))
         if t in plan.flush_at:
             new = slow.flush()
         params.append(dict(zip(names, new, strict=True)))
@@ -177,6 +171,16 @@ def assert_agree(actual: History, desired: History) -> None:
             np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name)
 
 
+def assert_agrees(training: Training, plan: Plan, shards: Any = None) -> Reference:
+    """Compares a run, from its start, with the reference's; returns the reference."""
+    host_state = training.engine_options.get("host_state", "float32")
+    expected, slow = reference(training, plan, shards, host_state)
+    compact = host_state == "compact"
+    compare = assert_agree_where_rounded if compact else assert_agree
+    compare(training.history(plan), expected)
+    return slow
+
+
 def assert_agree_where_rounded(actual: History, desired: History) -> None:
     """Compares like `assert_agree`, for 8-bit moments, a few of which may be off by one code."""
     assert actual.skipped == desired.skipped
@@ -193,6 +197,19 @@ def assert_agree_where_rounded(actual: History, desired: History) -> None:
             apart += np.count_nonzero(np.abs(x - y) > tolerance * scale)
             total += x.size
     assert apart <= ANOTHER_CODE * total, f"{apart} of {total} numbers differ"
+
+
+def describe(tree: Any) -> list[Any]:
+    """Returns everything about a tree's arrays except the numbers, in one spelling."""
+    return [
+        (
+            jax.tree_util.keystr(path),
+            (x.shape, x.dtype, x.weak_type, x.committed),
+            x.sharding.memory_kind,
+            x.sharding.devices_indices_map(x.shape),
+        )
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    ]
 
 
 def assert_same_bits(actual: Any, desired: Any) -> None:

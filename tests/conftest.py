@@ -16,31 +16,24 @@ import atexit
 import functools
 import gc
 import importlib.util
-import inspect
 import itertools
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Any
 
 import jax
-import jaxtyping
 import pytest
 from hypothesis import settings
 from jax._src.interpreters import mlir
 
 from tests import processes
 
-LIBRARY = Path(__file__).parents[1] / "zenflow_jax"
-
 # `test_eight_devices.py` runs them, in processes with eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
 collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_devices"]
-# `make test-clients` runs these, in an environment with Keras, equinox, haliax and datasets.
+# `make test-clients` runs these, in an environment with Keras, equinox and haliax.
 if importlib.util.find_spec("haliax") is None:
     collect_ignore.append("in_clients")
 collect_ignore.append("make_fixtures.py")  # needs torch
@@ -88,15 +81,8 @@ settings.load_profile("zenflow_jax")
 
 
 @pytest.fixture
-def promotion_as_users_have_it():
-    """Allows promotion, which optax and jax's own `dot_product_attention` need."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture
 def as_scripts_run():
-    """Allows all promotion, as in scripts: jax's own attention promotes."""
+    """Allows all promotion, as in scripts: optax and jax's own attention promote."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -107,42 +93,7 @@ def no_picture(monkeypatch):
     monkeypatch.setattr("train.log.results.write_pictures", lambda *_, **__: None)
 
 
-def outside_of_functions(typechecker: Any) -> Callable[[Any], Any]:
-    """Returns jaxtyping's decorator for functions that modules and classes define.
-
-    It compiles a check for each function, which takes a quarter of all imports' time: so the first
-    checked call compiles it. Local functions are not checked: each call would compile it.
-    """
-    decorate = jaxtyped(typechecker=typechecker)
-
-    def decorated(f: Any) -> Any:
-        if "<locals>" in f.__qualname__:
-            return f
-        if not inspect.isfunction(f):
-            return decorate(f)
-        checked = functools.cache(lambda: decorate(f))
-
-        @functools.wraps(f)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (f if jaxtyping.config.jaxtyping_disable else checked())(*args, **kwargs)
-
-        return call
-
-    return decorated
-
-
-jaxtyped, jaxtyping.jaxtyped = jaxtyping.jaxtyped, outside_of_functions
-
-
-def is_checked(item: pytest.Item) -> bool:
-    """Returns whether annotations are checked: only in examples, because it slows down tests."""
-    return item.path.is_relative_to(LIBRARY)
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if is_checked(item) and jaxtyping.config.jaxtyping_disable:
-        jax.clear_caches()  # a program that was traced without checks is not traced again
-    jaxtyping.config.update("jaxtyping_disable", not is_checked(item))
     if hasattr(getattr(item, "module", None), "gc"):
         gc.freeze()  # its collections scan only its own objects
 
@@ -155,11 +106,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts examples first, then the slowest tests, and gives each worker an equal part."""
+    """Puts the slowest tests first, and gives each worker an equal part."""
     # The slowest tests have their own timeout.
     items.sort(key=lambda x: [x.get_closest_marker(name) is None for name in ("timeout", "slow")])
-    # Programs that were traced with checks stay valid without them.
-    items.sort(key=lambda x: not is_checked(x))
     # Each worker starts with an equal part of the list. A file's tests share compiled programs.
     worker = getattr(items[0].config, "workerinput", {}) if items else {}
     parts = [[] for _ in range(worker.get("workercount", 1))]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from zenflow_jax import zenflow
 
@@ -32,18 +31,6 @@ def assert_told(call: Callable[[], Any], exception: Any, word: str) -> None:
     with pytest.raises(exception) as caught:
         call()
     assert word in str(caught.value)
-
-
-def nnx_model() -> nnx.Module:
-    """Returns a model whose parameters are `PARAMS`."""
-    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
-    model.weight = nnx.Param(PARAMS["weight"])
-    del model.kernel
-    return model
-
-
-def nnx_optimizer(tx: Any) -> nnx.Optimizer:
-    return nnx.Optimizer(nnx_model(), tx, wrt=nnx.Param)
 
 
 def with_weight_in_host_memory(params: Any) -> Any:

@@ -80,38 +80,30 @@ def counted(training: Training) -> dict[str, Any]:
     return {name: getattr(stats, name) for name in names}
 
 
-def save_by_orbax(training: Training, folder: Path) -> None:
-    """Saves parameters and optimizer state, and the engine's state to a separate folder."""
-    tree = {"params": training.params, "opt_state": training.state}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, tree)
-        checkpointer.wait_until_finished()
-    with ocp.AsyncCheckpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer:
-        checkpointer.save(engine_folder(folder), args=zenflow_jax.EngineSave(training.engine))
-        checkpointer.wait_until_finished()
+def save_by_orbax(training: Training, folder: Path, *, until: int = 0) -> Path:
+    """Saves a run, which continues during the write; returns the engine's folder."""
+    trees = {"params": training.params, "opt_state": training.state}
+    items = {name: ocp.args.StandardSave(x) for name, x in trees.items()}
+    step = training.t
+    with ocp.CheckpointManager(folder) as manager:
+        engine = zenflow_jax.EngineSave(training.engine)
+        manager.save(step, args=ocp.args.Composite(engine=engine, **items))
+        go(training, PLAN, until)
+        manager.wait_until_finished()
+    return folder / str(step) / "engine"
 
 
 def resume_by_orbax(training: Training, folder: Path, **engine: Any) -> Any:
     """Resumes in a fresh training; returns the result of `EngineRestore`."""
-    template = {
-        "params": jax.tree.map(ocp.utils.to_shape_dtype_struct, training.params),
-        "opt_state": jax.tree.map(ocp.utils.to_shape_dtype_struct, training.state),
-    }
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(folder, template)
-    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
-        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
-        assert x.sharding.memory_kind == y.sharding.memory_kind
-    with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer:
-        streamed = checkpointer.restore(engine_folder(folder), args=zenflow_jax.EngineRestore())
-    training.params, training.state = restored["params"], restored["opt_state"]
-    training.renew(engine_state=streamed, **engine)
-    training.t = int(training.state.step)
-    return streamed
-
-
-def engine_folder(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}-engine")
+    trees = {"params": training.params, "opt_state": training.state}
+    template = jax.tree.map(ocp.utils.to_shape_dtype_struct, trees)
+    items = {name: ocp.args.StandardRestore(x) for name, x in template.items()}
+    with ocp.CheckpointManager(folder) as manager:
+        args = ocp.args.Composite(engine=zenflow_jax.EngineRestore(), **items)
+        restored = manager.restore(manager.latest_step(), args=args)
+    training.params, training.state = restored.params, restored.opt_state
+    training.renew(engine_state=restored.engine, **engine)
+    return restored.engine
 
 
 def read_engine_state(folder: Path) -> Any:

@@ -17,7 +17,6 @@ from jax.experimental import multihost_utils
 
 import zenflow_jax
 from tests.reference import Settings
-from zenflow_jax._exchange.messages import Update
 
 
 class Leaf(NamedTuple):
@@ -173,14 +172,16 @@ def with_a_bit(x: jax.Array, place: tuple[int, ...], bit: int) -> jax.Array:
     return jax.device_put(values, x.sharding)
 
 
-def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
-    """Returns `zenflow` for these leaves."""
+def transformation(
+    leaves: Leaves, settings: Settings, make: Any = zenflow_jax.zenflow, **more: Any
+) -> Any:
+    """Returns `zenflow` for these leaves; `make` may wrap it."""
 
     def of(path: Any) -> Leaf:
         # Not the last key, because flax nnx adds its own.
         return next(x for x in leaves if f"['{x.name}']" in jax.tree_util.keystr(path))
 
-    return zenflow_jax.zenflow(
+    return make(
         **{"learning_rate": rate, **vars(settings), **more},
         lr_scale=lambda path, _: of(path).speed,
         mask=lambda params: jax.tree.map_with_path(lambda path, _: of(path).decay, params),
@@ -191,10 +192,10 @@ def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
 
 @functools.cache
 def programs(
-    leaves: Leaves, settings: Settings, donate: bool, partition: bool, optimized: bool
+    leaves: Leaves, settings: Settings, donate: bool, partition: bool, make: Any, optimized: bool
 ) -> tuple[Any, Any]:
     """Returns transformation and jitted step, compiled once for all runs."""
-    tx = transformation(leaves, settings, partition_replicated=partition)
+    tx = transformation(leaves, settings, make, partition_replicated=partition)
     return tx, jitted(tx, donate=donate)
 
 
@@ -241,8 +242,8 @@ class Training:
     """A run with a user's loop: `step`, then `exchange`, sometimes `flush`.
 
     `shardings` contains a sharding for each leaf; None means one device. With `partition`, devices
-    share the work on copies. `gradients` replaces the function above. All other arguments are for
-    the engine.
+    share the work on copies. `gradients` and `make` replace the function above and `zenflow`. All
+    other arguments are for the engine.
     """
 
     def __init__(
@@ -256,13 +257,14 @@ class Training:
         partition: bool = True,
         send_gradients: str | None = None,
         gradients: Callable[..., dict[str, np.ndarray]] = gradients,
+        make: Any = zenflow_jax.zenflow,
         **engine: Any,
     ):
         if send_gradients is not None:
             settings = dataclasses.replace(settings, send_gradients=send_gradients)
         self.settings, self.gradients = settings, gradients
-        self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
-        self.tx, self.program = programs(leaves, settings, donate, partition, optimized)
+        self.leaves, self.seed, self.shardings = leaves, seed, shardings
+        self.tx, self.program = programs(leaves, settings, donate, partition, make, optimized)
         self.params = place(initial_values(leaves, seed), shardings)
         init = self.tx.init
         if shardings is not None:  # otherwise outside jit, like most users
@@ -280,11 +282,12 @@ class Training:
         self.engine.close()
 
     def renew(self, **options: Any) -> None:
-        """Replaces the engine with a new engine for the current parameters and state."""
+        """Replaces the engine with a new engine for the current parameters, state and step."""
         if self.engine is not None:
             self.engine.close()
         options = self.engine_options | options
         self.engine = zenflow_jax.HostEngine(self.params, self.state, **options)
+        self.t = int(self.inner.step)
 
     def step(self, *, bad: bool = False) -> None:
         self.t += 1
@@ -312,6 +315,11 @@ class Training:
             self.go(1, plan)
             yield self.t, self.values()
 
+    @property
+    def inner(self) -> Any:
+        """Returns zenflow's own state."""
+        return zenflow_jax.find_state(self.state)
+
     # An engine's private parts.
 
     @property
@@ -334,23 +342,12 @@ class Training:
         self.engine._mailbox.drain()
         self.engine._updates.wait()
 
-    def await_end(self) -> None:
-        """Waits until the worker has ended, after a failure."""
-        thread = self.engine._worker._thread
-        thread.join(60)
-        assert not thread.is_alive()
-
-    def fail(self) -> None:
-        """Makes the worker fail, unknown to the caller."""
-        self.engine._worker.post(Update(len(self.host.counted), []))  # there is no such group
-        self.await_end()
-
     def history(self, plan: Plan) -> History:
         params, selected = [], []
         for _, values in self.follow(plan):
             params.append(values)
             selected.append(self.selected())
-        return History(params, selected, self.moments(), int(self.state.skipped))
+        return History(params, selected, self.moments(), int(self.inner.skipped))
 
     def values(self) -> dict[str, np.ndarray]:
         return {name: fetch(p) for name, p in self.params.items()}
@@ -358,7 +355,7 @@ class Training:
     def selected(self) -> dict[str, np.ndarray]:
         return {
             leaf.name: fetch(s.channels)
-            for leaf, s in zip(self.leaves, self.state.leaves, strict=True)
+            for leaf, s in zip(self.leaves, self.inner.leaves, strict=True)
             if s.channels is not None
         }
 
@@ -366,7 +363,7 @@ class Training:
         """Returns every channel's state, from device or host."""
         of_leaves = {}
         on_host = self.engine.state()["leaves"]
-        for leaf, s in zip(self.leaves, self.state.leaves, strict=True):
+        for leaf, s in zip(self.leaves, self.inner.leaves, strict=True):
             master = self.params[leaf.name] if s.master is None else s.master
             if s.channels is None:
                 arrays = *map(np.array, (master, s.mu, s.nu)), np.full(leaf.shape, s.steps)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import zenflow_jax
 from tests.mistakes import (
@@ -26,27 +25,16 @@ from tests.mistakes import (
     TX,
     assert_told,
     make,
-    nnx_model,
-    nnx_optimizer,
     numpy_of,
     shapes_of,
     step,
     with_weight_in_host_memory,
 )
 from zenflow_jax import STATIC_ARGS, AutoSelect, AutoWindow, HostEngine, zenflow
-from zenflow_jax._exchange.pinned import check_pinned
-from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.attach import attach
 
 LOW = {"weight": jnp.ones((6, 3), jnp.bfloat16)}
 ON_HOST = with_weight_in_host_memory(PARAMS)
-
-
-def placed_shape(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-GIB = 2**30
 
 
 def init(params, **options):
@@ -83,10 +71,6 @@ WRONG = {
     "provisional_share": [2, "half"],
     "send_gradients": ["later", None],
     "transfer_dtype": ["float16"],
-    "offload": [None],
-    "eps_root": [1e-8],
-    "mu_dtype": [jnp.bfloat16],
-    "nesterov": [True],
 }
 WRONG_ENGINE_OPTIONS = {
     "host_kernel": ["cuda"],
@@ -116,32 +100,14 @@ WRONG_OPTIONS = [
     (lambda: AutoWindow(share=2), ValueError, "AutoWindow.share"),
     (lambda: AutoSelect(keep=np.nan), ValueError, "AutoSelect.keep"),
     (lambda: AutoSelect(max_windows=2.5), TypeError, "AutoSelect.max_windows"),
-    (lambda: zenflow(1e-3, 0.9, 0.95, 1e-8, 1e-12), TypeError, "positional"),
-    (lambda: make(topk=0.1), TypeError, "'topk'"),
-    (lambda: inject()(1, 0.9, 0.9, 1e-8, 0), TypeError, "too many positional arguments"),
     # bfloat16(0.999) is 1, which makes every parameter NaN. `optax.adamw` accepts it.
     (lambda: inject()(1e-2).init(LOW), TypeError, "hyperparam_dtype=jnp.float32"),
     (lambda: jax.jit(inject()(1e-2).init)(LOW), TypeError, "hyperparam_dtype=jnp.float32"),
 ]
 
 
-def inject(static_args=STATIC_ARGS):
-    return optax.inject_hyperparams(zenflow, static_args=static_args)
-
-
-INJECTED = {
-    "topk_ratio": 0.5,
-    "update_interval": 2,
-    "rolling": jnp.array(True),  # `inject_hyperparams` leaves Python bools unchanged
-    "mask": lambda count: jnp.ones_like(count),  # called like a schedule, with a count
-}
-
-
-@pytest.mark.parametrize("name", INJECTED)
-def test_options_that_inject_hyperparams_would_turn_into_arrays_need_static_args(name):
-    tx = inject([a for a in STATIC_ARGS if a != name])
-    word = "static_args=zenflow_jax.STATIC_ARGS"
-    assert_told(lambda: tx(1e-2, **{name: INJECTED[name]}).init(PARAMS), TypeError, word)
+def inject():
+    return optax.inject_hyperparams(zenflow, static_args=STATIC_ARGS)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "int32", "bool", "float8_e4m3fn", "float64"])
@@ -152,40 +118,21 @@ def test_leaves_with_unsupported_dtypes_are_rejected_by_name(dtype):
             assert_told(lambda f=call: f(params), ValueError, f"['bad'][0] is {dtype}")
 
 
-@pytest.mark.parametrize(
-    ("tx", "params", "warning"),
-    [
-        (optax.flatten(make()), PARAMS, "saves no memory"),
-        (make(resident=lambda *_: True), PARAMS, "saves no memory: all 2 leaves stay on the dev"),
-        (make(max_grad_norm=1.0), PARAMS, None),
-        (
-            optax.masked(make(max_grad_norm=1.0), {"weight": True, "bias": False}),
-            PARAMS,
-            "norm of this `zenflow`'s leaves (1). `optax.partition` or `optax.masked` hides other",
-        ),
-    ],
-)
-def test_suspicious_leaves_raise_a_warning(caplog, tx, params, warning):
-    tx.init(params)
-    messages = [r.getMessage() for r in caplog.records if r.name == "zenflow_jax"]
-    assert len(messages) == (warning is not None)
-    assert all(warning in m for m in messages)
+def test_a_clipping_norm_without_the_hidden_leaves_raises_a_warning(caplog):
+    make(max_grad_norm=1.0).init(PARAMS)
+    assert not caplog.records
+    optax.masked(make(max_grad_norm=1.0), {"weight": True, "bias": False}).init(PARAMS)
+    assert "norm of this `zenflow`'s leaves (1). `optax.partition` or" in caplog.text
 
 
 WRONG_PARAMS = [
     (lambda: init({"dropout": jax.random.key(0), **PARAMS}), ValueError, "['dropout']"),
-    (lambda: init({"scale": 1.0}), TypeError, "['scale']"),
     (lambda: init(PARAMS, channel_axis=2), ValueError, "`channel_axis` is 2 for ['weight']"),
     (lambda: init(PARAMS, channel_axis=lambda path, x: None), ValueError, "is None for"),
-    (lambda: init(PARAMS, mask={"kernel": True}), ValueError, "`mask`"),
     (lambda: init(PARAMS, mask=lambda params: [True]), ValueError, "`mask`"),
-    (lambda: init(PARAMS, lr_scale={"kernel": 0.1}), ValueError, "`lr_scale` has the structure"),
-    (lambda: init(PARAMS, lr_scale=lambda path, x: "0.1"), ValueError, "`lr_scale` is '0.1'"),
     (lambda: init(PARAMS, lr_scale={"bias": 1, "weight": -1}), ValueError, "`lr_scale` is -1"),
     (lambda: init(PARAMS, lr_scale=np.inf), ValueError, "`lr_scale` is inf"),
     (lambda: init(ON_HOST), ValueError, IN_HOST_MEMORY),
-    (lambda: jax.jit(TX.init)(ON_HOST), ValueError, IN_HOST_MEMORY),
-    (lambda: init(jax.tree.map(placed_shape, ON_HOST)), ValueError, IN_HOST_MEMORY),
 ]
 
 
@@ -205,8 +152,6 @@ FLOAT0 = with_weight(np.zeros((6, 3), jax.dtypes.float0))  # gradients of intege
 
 
 @table(
-    (lambda: update(params=None), ValueError, "`params` a NoneType"),
-    (lambda: update(params={"bias": PARAMS["bias"]}), ValueError, "`params` has 1 leaves: "),
     (lambda: update({**PARAMS, "more": jnp.ones(2)}), ValueError, "`gradients` has 3 leaves: "),
     (lambda: update(params=list(PARAMS.values())), ValueError, "2 leaves: [0], [1]. Pass"),
     (lambda: update(SQUARE), ValueError, "(3, 6)"),
@@ -243,21 +188,14 @@ ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 
 
-def half_restored(state):
-    return state._replace(leaves=shapes_of(state.leaves))
-
-
 STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+HALF_RESTORED = STATE._replace(leaves=shapes_of(STATE.leaves))
 NO_ENGINE = [
     (lambda: zenflow_jax.find_state(TWO), ValueError, TWO_STATES),
     (lambda: engine(state=ADAM), ValueError, NO_STATE),
-    (lambda: engine(state=nnx.state(nnx_optimizer(optax.adam(1.0)))), ValueError, NO_STATE),
     (lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)), TypeError, "only 0-dim"),
-    (lambda: engine(nnx_model()), ValueError, "nnx.state(model)"),
-    (lambda: engine(state=shapes_of(STATE)), TypeError, "ShapeDtypeStruct"),
-    (lambda: engine(state=shapes_of(STATE)), TypeError, "at .step, .skipped"),
-    (lambda: zenflow_jax.place(PARAMS, half_restored(STATE)), TypeError, "at .leaves[0].steps, ."),
-    (lambda: engine(shapes_of(PARAMS)), TypeError, "ShapeDtypeStruct"),
+    (lambda: engine(state=shapes_of(STATE)), TypeError, "at .step"),
+    (lambda: zenflow_jax.place(PARAMS, HALF_RESTORED), TypeError, "at .leaves[0].steps"),
     (lambda: engine(numpy_of(PARAMS)), TypeError, "ndarray"),
     (lambda: engine(state=numpy_of(STATE)), TypeError, "ndarray"),
     (lambda: engine(state=optax.flatten(TX).init(PARAMS)), ValueError, "without `optax.flatten`"),
@@ -274,14 +212,3 @@ NO_ENGINE = [
 @table(*WRONG_OPTIONS, *WRONG_PARAMS, *NO_ENGINE)
 def test_a_mistake_is_rejected(call, exception, word):
     assert_told(call, exception, word)
-
-
-def test_pinned_memory_is_rejected_only_beyond_a_gpus_limit(monkeypatch):
-    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-    monkeypatch.delenv(name, raising=False)
-    check_pinned({"mail": 64 * GIB}, "cuda")
-    check_pinned({"mail": 99 * GIB}, "cpu")
-    with pytest.raises(UnfitRunError, match="64.5 for mail and 0.5 for hand-overs"):
-        check_pinned({"mail": 64.5 * GIB, "hand-overs": GIB // 2}, "cuda")
-    monkeypatch.setenv(name, "75")
-    check_pinned({"mail": 75 * GIB}, "gpu")

@@ -4,7 +4,6 @@ Expected values are from DeepSpeed 0.19.8's documentation and source.
 """
 
 import copy
-import json
 import math
 import re
 import warnings
@@ -13,11 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import zenflow_jax
-from zenflow_jax import AutoSelect, AutoWindow
+from zenflow_jax import AutoSelect, AutoWindow, zenflow
 from zenflow_jax.deepspeed import from_deepspeed
 
 # The config from DeepSpeed's ZenFlow tutorial.
@@ -72,11 +69,6 @@ def scheduled(name: str, **params: Any) -> dict:
     return {"scheduler": {"type": name, "params": params}}
 
 
-def zenflow_section(**keys):
-    """Returns a config whose `zenflow` section has only these keys."""
-    return changed({RULES: keys})
-
-
 def untranslated(config, **arguments):
     """Returns the options; checks that the only warning lists `not_translated`, if not empty."""
     with warnings.catch_warnings(record=True) as caught:
@@ -102,8 +94,6 @@ def test_the_tutorials_sample_works_unchanged():
     assert options.arguments == RULES_OF_TUTORIAL | adam | {"select_interval": AutoSelect()}
     assert names == []
     assert options.learning_rate is None
-    with pytest.raises(TypeError, match="`learning_rate` must be a number"):
-        _ = options.optimizer
 
 
 def test_a_complete_config_sets_the_optimizer():
@@ -111,33 +101,9 @@ def test_a_complete_config_sets_the_optimizer():
     assert options.learning_rate == 2e-5
     adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 0.5}
     assert options.arguments == RULES_OF_TUTORIAL | adam | {"select_interval": 1250}
-    params = {"w": jnp.ones((40, 4)), "b": jnp.ones(4)}
-    state = options.optimizer.init(params)
-    expected = zenflow_jax.zenflow(2e-5, **options.arguments).init(params)
-    assert jax.tree.structure(state) == jax.tree.structure(expected)  # including static metadata
-
-
-def test_a_config_file_means_the_same_as_its_contents_and_is_not_changed(tmp_path):
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(TRAINING), encoding="utf-8")
-    config = copy.deepcopy(TRAINING)
-    expected = from_deepspeed(config, total_steps=10)
-    assert config == TRAINING
-    for form in (path, str(path)):
-        assert from_deepspeed(form, total_steps=10) == expected
-
-
-@pytest.mark.parametrize("clipping", [0.5, 0])
-def test_without_zero_the_optimizer_is_adamw_on_the_device(clipping):
-    config = changed({"gradient_clipping": clipping, "zero_optimization": REMOVE})
-    tx = from_deepspeed(config).optimizer
-    adamw = optax.adamw(2e-5, 0.9, 0.95, 1e-6, weight_decay=0.01)
-    expected = optax.chain(optax.clip_by_global_norm(0.5), adamw) if clipping else adamw
-    params, gradients = {"w": jnp.full((3, 2), 2.0)}, {"w": jnp.arange(6.0).reshape(3, 2)}
-    assert not tx.init(params).offloads
-    with jax.numpy_dtype_promotion("standard"):  # optax promotes dtypes
-        updates = (x.update(gradients, x.init(params), params)[0]["w"] for x in (tx, expected))
-        np.testing.assert_allclose(*updates, rtol=1e-6)
+    params = {"w": jnp.ones((40, 4))}
+    states = (tx.init(params) for tx in (options.optimizer, zenflow(2e-5, **options.arguments)))
+    assert len({jax.tree.structure(state) for state in states}) == 1  # has all settings
 
 
 OFFLOADED = {"topk_ratio": 0, "update_interval": 1, "staleness": 0}
@@ -162,7 +128,6 @@ NOT_FOLLOWED = [
         ({"optimizer.type": "Adam"}, {"weight_decay": 0.01}, []),
         ({"gradient_clipping": REMOVE}, {"max_grad_norm": 1.0}, []),
         ({"gradient_clipping": 0.0}, {"max_grad_norm": None}, []),
-        ({"scheduler": {"params": {}}}, {"learning_rate": 2e-5}, ["scheduler"]),
         *(
             ({path: value}, from_deepspeed(TRAINING).arguments, [path])
             for path, value in NOT_FOLLOWED
@@ -203,7 +168,7 @@ def selecting(strategy, interval, **more):
     ids=str,
 )
 def test_the_zenflow_section_has_deepspeeds_meaning_and_defaults(keys, steps_per_epoch, expected):
-    options = from_deepspeed(zenflow_section(**keys), steps_per_epoch=steps_per_epoch)
+    options = from_deepspeed(changed({RULES: keys}), steps_per_epoch=steps_per_epoch)
     assert {key: options.arguments[key] for key in expected} == expected
     _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow accepts it
 
@@ -288,28 +253,21 @@ def test_schedules_match_deepspeed(name, params, numbers, warmup, shape, total):
 WRONG = {
     RULES: [True],
     f"{RULES}.topk_ratio": [1.0, "0.1"],
-    f"{RULES}.update_interval": [0, "4"],
+    f"{RULES}.update_interval": [0],
     f"{RULES}.select_strategy": ["steps"],
-    f"{RULES}.select_interval": [8, -4],
-    f"{RULES}.overlap_step": ["true", 1],
+    f"{RULES}.overlap_step": [1],
     f"{RULES}.topk_ration": [0.1],
     "zero_optimization.stage": [4, True],
-    f"{OFFLOAD}.device": ["gpu"],
-    "optimizer": [[]],
-    "optimizer.type": ["Lamb", "auto"],
-    f"{ADAM}.lr": ["auto", -1],
+    "optimizer.type": ["auto"],
+    f"{ADAM}.lr": ["auto", -1, math.nan],
     f"{ADAM}.betas": [[0.9]],
     f"{ADAM}.amsgrad": [True],
     f"{ADAM}.adam_w_mode": [False],
     f"{ADAM}.bias_correction": [False],
     f"{ADAM}.max_grad_norm": [1.0],
-    f"{ADAM}.weightdecay": [0.1],
-    "gradient_clipping": [-1, math.nan, math.inf],
     "scheduler": [
         {"type": "OneCycle"},
         {"type": "WarmupDecayLR"},
-        {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
-        {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
         {"type": "WarmupLR", "params": {"last_batch_iteration": 9}},
     ],
 }
@@ -323,26 +281,14 @@ def test_a_key_with_an_invalid_value_is_named(path, value):
         _ = from_deepspeed(changed({path: value})).optimizer
 
 
-OF_SCHEDULE = scheduled("WarmupLR") | {f"{ADAM}.lr": "auto"}
-
-
-def selected(strategy, interval):
-    return {RULES: {"update_interval": 4, "select_strategy": strategy, "select_interval": interval}}
-
-
 @pytest.mark.parametrize(
-    ("changes", "arguments", "words"),
+    ("changes", "words"),
     [
-        (selected("step", "auto"), {}, 'select_interval` is "auto".* a whole number '),
-        (selected("epoch", 1), {}, "select_strategy`.* steps_per_epoch="),
-        (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "needs a number"),
-        (
-            scheduled("WarmupLR") | {"optimizer": REMOVE},
-            {},
-            "`scheduler.params.warmup_max_lr` is missing",
-        ),
+        ({RULES: selecting("step", "auto")}, 'select_interval` is "auto".* a whole number '),
+        ({RULES: selecting("epoch", 1)}, "steps_per_epoch"),
+        (scheduled("WarmupLR") | {"optimizer": REMOVE}, "`scheduler.params.warmup_max_lr` is mis"),
     ],
 )
-def test_conflicting_values_are_rejected(changes, arguments, words):
+def test_conflicting_values_are_rejected(changes, words):
     with pytest.raises(ValueError, match=words):
-        _ = from_deepspeed(changed(changes), **arguments).arguments
+        from_deepspeed(changed(changes))

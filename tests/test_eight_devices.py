@@ -6,8 +6,7 @@ from tests.processes import output, start
 
 
 # One process for all tests, because they compile the same programs, and each process would import
-# everything again. Type checks, which pyproject.toml turns on, are off: they would take a third of
-# the time, and other tests check every function on one device.
+# everything again.
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_tests_for_eight_devices_pass():

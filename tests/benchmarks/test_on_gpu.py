@@ -64,7 +64,7 @@ def test_without_a_gpu_no_part_runs(tmp_path, monkeypatch):
     assert (tmp_path / "results.jsonl").read_text(encoding="utf-8").count("ended") == 1
 
 
-@pytest.mark.usefixtures("promotion_as_users_have_it")
+@pytest.mark.usefixtures("as_scripts_run")
 def test_mixed_precision_adamw_equals_optax_adamw_on_masters_and_rounds_them():
     optimizer = adamw()
     tx = optax.chain(

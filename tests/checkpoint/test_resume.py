@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import threading
 
 import jax
 import numpy as np
@@ -23,7 +22,6 @@ from tests.resuming import (
 )
 from tests.runs import FIRST, SCANNED, SECOND, Training
 from zenflow_jax import AutoSelect, AutoWindow, HostEngine
-from zenflow_jax._exchange import updates
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._version import LAYOUT_NAME
 
@@ -64,7 +62,6 @@ def test_a_run_resumed_from_any_step_is_bit_identical(leaves, changes, engine):
         last = PLAN.steps - 1
         for t, checkpoint in enumerate(checkpoints[:last]):
             with resumed(whole, checkpoint, **engine) as again:
-                again.t = t
                 # By then, the update in flight has arrived, and all later results depend on it.
                 soon = min(t + 4, last) if t % 6 else last
                 go(again, PLAN, soon)
@@ -91,7 +88,6 @@ def test_a_run_can_resume_with_another_format_for_moments(then):
                 np.testing.assert_allclose(x, y, rtol=0, atol=ROUNDED * abs(y).max())
         with resumed(training, saved(again), host_state=then) as back:
             comparisons.assert_same_bits(back.engine.state()["leaves"], once)
-            back.t = 11
             go(back, PLAN, PLAN.steps)
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(Training.values(back)))
 
@@ -108,7 +104,6 @@ def test_a_run_resumes_from_numpy_arrays():
         expected = end(whole)
         placed = runs.place(params, None), put_by_name(state, fresh), engine_state
         with resumed(whole, placed) as again:
-            again.t = 9
             go(again, PLAN, 14)
             comparisons.assert_same_bits(end(again), expected)
 
@@ -180,7 +175,6 @@ def test_an_engine_shares_no_memory_with_the_state_that_it_returns_or_resumes_fr
         comparisons.assert_same_bits(jax.tree.map(np.asarray, saved_tree), values)
         taken = copy.deepcopy(values)
         with resumed(training, (params, state, taken)) as again:
-            again.t = 7
             go(again, PLAN, 8)
             again.engine.state()  # sums mail
             go(again, PLAN, PLAN.steps)
@@ -202,16 +196,3 @@ def test_masters_from_different_steps_are_rejected():
         pair = [zenflow_jax.iter_master_params(x, training.state, training.engine) for x in trees]
         with pytest.raises(RuntimeError, match="Parameters changed while the masters of step 0"):
             list(zip(*pair, strict=True))
-
-
-def test_a_failed_constructor_leaves_no_threads_behind(monkeypatch):
-    def explode(*_):
-        raise MemoryError("no room for pending updates")
-
-    with Training(FIRST, SETTINGS) as training:
-        go(training, PLAN, 11)
-        checkpoint, before = saved(training), threading.active_count()
-        monkeypatch.setattr(updates.Updates, "resume", explode)
-        with pytest.raises(MemoryError, match="no room"):
-            resumed(training, checkpoint)
-        assert threading.active_count() == before

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests import runs
-from tests.resuming import PLAN, SETTINGS, go, read_engine_state, resumed, saved
+from tests.resuming import PLAN, SETTINGS, go, resumed, saved
 from tests.runs import FIRST, Training
 from zenflow_jax import _version
 
@@ -35,18 +35,11 @@ def test_an_engine_state_with_another_layout_is_rejected_with_both_names(checkpo
 
 @pytest.fixture(scope="module")
 def of_0_2(tmp_path_factory):
-    """Unpacks files from 0.2.0 for `FIRST`: optimizer state by orbax, the rest by `EngineSave`."""
+    """Unpacks files from 0.2.0 for `FIRST`."""
     folder = tmp_path_factory.mktemp("saved")
     with zipfile.ZipFile(Path(__file__).parents[1] / "fixtures" / "saved" / "0.2.0.zip") as file:
         file.extractall(folder)
     return folder
-
-
-def test_an_engines_files_from_0_2_are_rejected_with_both_names(checkpoint, of_0_2):
-    training, (params, state, _) = checkpoint
-    engine_state = read_engine_state(of_0_2 / "engine")
-    with pytest.raises(ValueError, match=rf"{NOW}, .* has layout_1_of_zenflow_jax_0_2"):
-        resumed(training, (params, state, engine_state))
 
 
 def template(leaves):

@@ -99,17 +99,6 @@ def test_gradients_that_do_not_come_from_exactly_one_use_end_the_run(gradients_o
     assert all(np.isnan(x).all() for x in updates_from(gradients_of, channels))
 
 
-def test_a_gradient_that_stops_in_the_scan_is_named():
-    def stopped(weights, x, y):
-        def constant(x, layer):
-            return block(x, jax.tree.map(jax.lax.stop_gradient, layer))
-
-        return jnp.sum(streaming.scan_layers(constant, x, weights["layers"])[0])
-
-    with pytest.raises(ValueError, match=r"no gradient for .*layers"):
-        updates_from(jax.grad(stopped))
-
-
 def test_layers_can_be_split_over_several_scans():
     def in_halves(weights, x, y):
         layers, head = weights["layers"], weights["head"]

@@ -1,6 +1,6 @@
-"""`zenflow` inside wrappers of optax, flax and jax behaves as it does alone."""
+"""`zenflow` inside wrappers of optax behaves as it does alone."""
 
-from typing import Any
+import functools
 
 import jax
 import optax
@@ -8,39 +8,37 @@ import pytest
 
 import zenflow_jax
 from tests import comparisons
-from tests.device.small_runs import (
-    SETTINGS,
-    alone,
-    example_params,
-    make,
-    schedule,
-    train,
-)
+from tests.runs import BUSY, FEW, Plan, Training
+from zenflow_jax import zenflow
 
-
-def injected(learning_rate: Any = schedule, **options):
-    factory = optax.inject_hyperparams(zenflow_jax.zenflow, static_args=zenflow_jax.STATIC_ARGS)
-    return factory(learning_rate, **{**SETTINGS, **options})
-
-
-# Each function takes zenflow's options and returns a transformation equivalent to zenflow alone.
+PLAN = Plan(5)
+LEAVES = FEW[::2]  # in float32, which `apply_if_finite` needs
+NAMES = [leaf.name for leaf in LEAVES]
 WRAPPERS = {
-    "masked": lambda **o: optax.masked(make(**o), {"bias": True, "weight": True}),
+    "masked": lambda **o: optax.masked(zenflow(**o), dict.fromkeys(NAMES, True)),
     "partition": lambda **o: optax.partition(
-        {"ours": make(**o), "frozen": optax.set_to_zero()}, {"bias": "ours", "weight": "ours"}
+        {"ours": zenflow(**o), "frozen": optax.set_to_zero()}, dict.fromkeys(NAMES, "ours")
     ),
-    "inject_hyperparams": injected,
-    "apply_if_finite": lambda **o: optax.apply_if_finite(make(**o), 3),
+    "inject_hyperparams": optax.inject_hyperparams(zenflow, static_args=zenflow_jax.STATIC_ARGS),
+    "apply_if_finite": lambda **o: optax.apply_if_finite(zenflow(**o), 3),
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrapped_transformation_behaves_as_it_does_alone(wrapper):
-    tx = WRAPPERS[wrapper]()
-    state = tx.init(example_params())
-    marked = optax.tree_map_params(tx, lambda _: "params", state, transform_non_params=lambda _: 0)
-    ours = zenflow_jax.find_state(marked)
-    assert set(jax.tree.leaves(ours.leaves)) == {"params"}
-    assert (ours.step, ours.skipped) == (0, 0)
-    params, _ = train(tx)
-    comparisons.assert_close([params], [alone()])
+@functools.cache
+def alone():
+    with Training(LEAVES, BUSY) as training:
+        return training.history(PLAN)
+
+
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapped_transformation_behaves_as_it_does_alone(make):
+    with Training(LEAVES, BUSY, make=make) as training:
+        marked = optax.tree_map_params(
+            training.tx, lambda _: "params", training.state, transform_non_params=lambda _: 0
+        )
+        ours = zenflow_jax.find_state(marked)
+        assert set(jax.tree.leaves(ours.leaves)) == {"params"}
+        assert (ours.step, ours.skipped) == (0, 0)
+        history = training.history(PLAN)
+    comparisons.assert_close(history.params, alone().params)
+    comparisons.assert_same_bits(history.selected, alone().selected)

@@ -12,7 +12,6 @@ from tests import comparisons, meshes, runs
 from tests.meshes import IN_RANGES, LEAVES, MORE_LEAVES, STALE
 from tests.resuming import (
     assert_saved,
-    engine_folder,
     go,
     put_by_name,
     resume_by_orbax,
@@ -43,7 +42,7 @@ def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
     with HERE(shardings=where) as training:
         go(training, PLAN, SAVED_AT)
         assert training.on_their_way
-        save_by_orbax(training, tmp_path / "checkpoint")
+        written = save_by_orbax(training, tmp_path)
         *saved, in_numpy = jax.device_get(
             (training.params, training.state, training.engine.state())
         )
@@ -52,8 +51,8 @@ def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
         engine = zenflow_jax.HostEngine(*by_name, engine_state=in_numpy, **KERNEL)
         from_numpy = engine.state()
         engine.close()
-        engine_state = resume_by_orbax(training, tmp_path / "checkpoint")
-        assert_saved(engine_folder(tmp_path / "checkpoint"), from_numpy)
+        engine_state = resume_by_orbax(training, tmp_path)
+        assert_saved(written, from_numpy)
         for name, x in training.params.items():
             place = tuple(n - 1 for n in x.shape)
             other = training.params | {name: runs.with_a_bit(x, place, 0)}
@@ -61,8 +60,7 @@ def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
                 zenflow_jax.HostEngine(other, training.state, engine_state=engine_state)
         go(training, PLAN, PLAN.steps)
         training.settle()
-        shards = meshes.pieces(LEAVES, where)
-        expected, _ = comparisons.reference(LEAVES, STALE, PLAN, shards=shards)
+        expected, _ = comparisons.reference(training, PLAN, meshes.pieces(LEAVES, where))
         comparisons.assert_close([training.values()], expected.params[-1:])
         np.testing.assert_equal(training.selected(), expected.selected[-1])
         training.flush()
@@ -103,7 +101,7 @@ def test_a_checkpoint_with_ranges_resumes_on_a_mesh_unless_the_mesh_divides_laye
                 with pytest.raises(ValueError, match="divides channels and layers alike"):
                     zenflow_jax.HostEngine(*both, engine_state=saved[2])
                 continue
-            (training.params, training.state), training.t = both, 7
+            training.params, training.state = both
             training.renew(engine_state=saved[2])
             training.go(12)
             training.flush()

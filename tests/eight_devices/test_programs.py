@@ -4,7 +4,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -12,13 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import zenflow_jax
 from benchmarks.collectives import collectives
-from tests import runs
-from zenflow_jax._exchange import pinned
 
 N = 4096
 GRADIENT = N * N * 2  # bytes, bfloat16
-
-AHEAD = (runs.Leaf("narrow", (8, 16), -2, "bfloat16"), runs.Leaf("wide", (8, 32), -2, "float32"))
 
 
 def _on(shape, *entries):
@@ -80,18 +75,7 @@ def test_with_copies_a_step_also_exchanges_the_selected_rows(placement):
     assert [c for c in zenflow if c.nbytes > block] == [c for c in base if c.nbytes > block]
 
 
-def test_the_pinned_memory_limit_applies_to_each_devices_mail(monkeypatch):
-    needed = []
-    monkeypatch.setattr(pinned, "check_pinned", lambda needs, _: needed.append(needs["mail"]))
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
-    shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
-    with runs.Training(AHEAD, runs.CALM, shardings=shardings) as training:
-        whole = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in AHEAD)
-        steps = pinned.buffers(training.state)
-        assert needed == [whole // 8 * steps] * 8
-
-
-@pytest.mark.usefixtures("promotion_as_users_have_it")
+@pytest.mark.usefixtures("as_scripts_run")
 @pytest.mark.parametrize(
     ("spec", "axis_type"),
     [

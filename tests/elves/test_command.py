@@ -81,25 +81,3 @@ def test_a_packed_folder_is_restored_and_checked(model, tmp_path, capsys):
     assert compress.main(["--restore", packed, back]) == 0
     for path in ("config.json", "model.safetensors", "more/other.safetensors"):
         assert (tmp_path / "back" / path).read_bytes() == (model / path).read_bytes()
-
-
-def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch):
-    monkeypatch.chdir(model.parent)
-    for arguments, message in (
-        ("model", "pass a second path"),
-        ("model out --check", "--check takes one path"),
-        ("model --check", "model has no packed files"),
-        ("model out --base gone", "`base`: gone does not exist"),
-    ):
-        assert compress.main(arguments.split()) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert message in error
-    assert [p.name for p in model.parent.iterdir()] == ["model"]
-
-
-def test_a_checkpoint_is_not_packed(model, tmp_path, capsys):
-    (model / "checksums.json").write_text("{}")
-    assert compress.main([str(model), str(tmp_path / "new")]) == 2
-    assert "is a checkpoint, which no run could read" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()

@@ -1,6 +1,5 @@
 """Lets tests observe an engine's worker thread."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,15 +34,3 @@ def hooked(monkeypatch: Any) -> Hooks:
     monkeypatch.setattr(worker, "HostState", State)
     monkeypatch.setattr(worker, "HostAdam", Adam)
     return hooks
-
-
-def views_of_mail(monkeypatch: Any) -> list[weakref.ref]:
-    """Returns a list of the worker's NumPy views of mail and hand-overs from now on."""
-    views = []
-
-    def view(x, view=worker.view):
-        views.append(weakref.ref(array := view(x)))
-        return array
-
-    monkeypatch.setattr(worker, "view", view)
-    return views

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +36,10 @@ def gradients(params, t):
     return jax.tree.map(lambda p: p * jnp.sin(1.0 + t) + 0.1, params)
 
 
-def pair_step(tx):
-    @jax.jit
-    def step(params, opt_state, t):
-        with jax.numpy_dtype_promotion("standard"):  # `optax.MultiSteps` promotes dtypes
-            updates, opt_state = tx.update(gradients(params, t), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, t * 2
-
-    return step
-
-
-PLAIN = pair_step(TX)
+@jax.jit
+def plain_step(params, opt_state, t):
+    updates, opt_state = TX.update(gradients(params, t), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, t * 2
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +48,10 @@ def by_hand():
     (params, state), seen = start(TX), []
     with HostEngine(params, state, **KERNEL) as engine:
         for t in range(STEPS):
-            params, state, _ = PLAIN(params, state, t)
+            params, state, _ = plain_step(params, state, t)
             params, state = engine.exchange(params, state)
             seen.append(params)
         return [*seen, engine.flush(params, state)[0]]
-
-
-def test_a_step_with_parameters_and_state_exchanges(by_hand):
-    def with_a_key(key, *args):
-        params, opt_state, other = PLAIN(*args)
-        return key, params, opt_state, other
-
-    with attach(with_a_key, engine_options=KERNEL) as step:
-        both = start(TX)
-        for t in range(STEPS):
-            key, *both, other = step(jax.random.key(t), *both, t)
-            assert (key, other) == (jax.random.key(t), t * 2)
-            assert_same_bits(both[0], by_hand[t])
-        both = step.flush(*both)
-        assert_same_bits(both[0], by_hand[-1])
-        assert step.engine.stats.steps == STEPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,62 +60,64 @@ class State:
     opt_state: Any
 
 
-# For each train state: a function that builds it from parameters and state, and one that makes the
-# step's result.
-STATES = {
-    "dict, alone": (
-        lambda p, s: {"params": p, "opt_state": s, "epoch": 3},
-        lambda state, other: state,
+class Triple(NamedTuple):
+    epoch: int
+    params: Any
+    opt_state: Any
+
+
+def of_fields(state):
+    return state.params, state.opt_state
+
+
+# For each form of step: a function that makes the values that it carries, one that finds parameters
+# and state in them, the type of its results (None if it returns one value), and more options.
+FORMS = {
+    "parameters and state, after a key": (
+        lambda p, s: (jax.random.key(0), p, s),
+        lambda key, p, s: (p, s),
+        tuple,
+        {},
     ),
-    "flax's, in a tuple": (
-        lambda p, s: TrainState(0, None, params=p, tx=TX, opt_state=s),
-        lambda state, other: (state, other),
+    "a named tuple, alone": (lambda p, s: (Triple(3, p, s),), of_fields, None, {}),
+    "flax's state": (
+        lambda p, s: (TrainState(0, None, params=p, tx=TX, opt_state=s),),
+        of_fields,
+        tuple,
+        {},
     ),
-    "dataclass, in a list": (State, lambda state, other: [other, state]),
+    "a dataclass": (lambda p, s: (State(p, s),), of_fields, list, {}),
+    "at other places": (
+        lambda p, s: (({"w": p}, s),),
+        lambda carry: (carry[0]["w"], carry[1]),
+        tuple,
+        {
+            "get": lambda carry, *rest: (carry[0]["w"], carry[1]),
+            "put": lambda p, s, carry, *rest: (({"w": p}, s), *rest),
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize(("build", "wrap"), STATES.values(), ids=STATES)
-def test_a_step_with_a_train_state_exchanges(build, wrap, by_hand):
-    def read(state):
-        fields = ("params", "opt_state")
-        return [state[x] if isinstance(state, dict) else getattr(state, x) for x in fields]
+@pytest.mark.parametrize(("build", "read", "kind", "options"), FORMS.values(), ids=FORMS)
+def test_a_step_of_any_form_exchanges(build, read, kind, options, by_hand):
+    def step(*carried, t):
+        params, opt_state, other = plain_step(*read(*carried), t)
+        new = build(params, opt_state)
+        return kind([*new, other]) if kind else new[0]
 
-    def step(state, *, t):
-        params, opt_state, other = PLAIN(*read(state), t)
-        return wrap(build(params, opt_state), other)
-
-    state = build(*start(TX))
-    with attach(step, engine_options=KERNEL) as attached:
+    carried = build(*start(TX))
+    with attach(step, engine_options=KERNEL, **options) as attached:
         for t in range(STEPS):
-            out = attached(state, t=t)
-            assert type(out) is type(wrap(state, t))
-            values = out if isinstance(out, tuple | list) else [out]
-            state = next(x for x in values if type(x) is type(state))
-        flushed = attached.flush(state)
-    assert jax.tree.structure(flushed) == jax.tree.structure(state)
-    assert_same_bits(read(flushed)[0], by_hand[-1])
-
-
-def test_get_and_put_exchange_trees_at_other_places(by_hand):
-    def step(carry, t):
-        params, opt_state, other = PLAIN(carry[0]["w"], carry[1], t)
-        return ({"w": params}, opt_state), other
-
-    def get(carry, *rest):
-        return carry[0]["w"], carry[1]
-
-    def put(params, opt_state, carry, *rest):
-        return ({"w": params}, opt_state), *rest
-
-    params, opt_state = start(TX)
-    carry = {"w": params}, opt_state
-    with attach(step, get=get, put=put, engine_options=KERNEL) as attached:
-        for t in range(STEPS):
-            carry, other = attached(carry, t)
-            assert other == t * 2
-        (carry,) = attached.flush(carry)
-    assert_same_bits(carry[0]["w"], by_hand[-1])
+            out = attached(*carried, t=t)
+            assert type(out) is (kind or Triple)
+            carried = tuple(out[: len(carried)]) if kind else (out,)
+            assert not kind or out[-1] == t * 2
+            assert_same_bits(read(*carried)[0], by_hand[t])
+        flushed = attached.flush(*carried)
+    flushed = flushed if type(flushed) is tuple else (flushed,)
+    assert jax.tree.structure(flushed) == jax.tree.structure(carried)
+    assert_same_bits(read(*flushed)[0], by_hand[-1])
 
 
 def test_with_multi_steps_a_flush_can_come_between_two_micro_batches():
@@ -168,22 +147,12 @@ def test_with_multi_steps_a_flush_can_come_between_two_micro_batches():
 
 def test_calls_that_cannot_be_exchanged_are_rejected():
     params, state = start(TX)
-    tree = {"params": params, "opt_state": state}
-    by_position = "Tell `attach` where they are"
-    engine = HostEngine(params, state, **KERNEL)
-    attached = attach(PLAIN, engine)
     no_result = attach(lambda p, s: (p, 3), engine_options=KERNEL)
-
-    for call, error, words in (
-        (lambda: attach(print, engine, engine_options=KERNEL), TypeError, "has its options"),
-        (lambda: attach(PLAIN)(state, params, 0), TypeError, by_position),
-        (lambda: attach(PLAIN)(tree | {"opt_state": ()}), ValueError, "contains 0 ZenFlowStates"),
-        (lambda: no_result(params, state), TypeError, r"\(dict, int\) has neither"),
-        (lambda: jax.jit(attach(PLAIN))(params, state, 0), TypeError, "outside jit"),
+    for call, words in (
+        (lambda: attach(plain_step)(state, params, 0), "Tell `attach` where they are"),
+        (lambda: no_result(params, state), r"\(dict, int\) has neither"),
+        (lambda: jax.jit(attach(plain_step))(params, state, 0), "outside jit"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(TypeError, match=words):
             call()
-    attached.close()
-    attached.close()
-    with pytest.raises(RuntimeError, match="This engine is closed"):
-        attached(params, state, 0)
+    no_result.close()

@@ -50,9 +50,9 @@ def train(me: int, count: int) -> None:
     """Runs with channels divided over processes, compared with the reference."""
     shardings = on_all({"fsdp": count, "tensor": jax.local_device_count()}, "both")
     shards = meshes.pieces(LEAVES, shardings)
-    expected, slow = comparisons.reference(LEAVES, DECIDED, PLAN, shards=shards)
-    assert len(set(np.diff(slow.turns[0].boundaries))) > 1
     with Training(LEAVES, DECIDED, shardings=shardings, donate=True) as training:
+        expected, slow = comparisons.reference(training, PLAN, shards)
+        assert len(set(np.diff(slow.turns[0].boundaries))) > 1
         ours = []
         for t, values in training.follow(PLAN):
             ours.append(values)
@@ -78,7 +78,7 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
         resuming.go(training, plan, until)
         if after:
             resuming.save_by_orbax(training, Path(after))
-        expected, _ = comparisons.reference(LEAVES, STALE, plan)
+        expected, _ = comparisons.reference(training, plan)
         comparisons.assert_close([training.values()], expected.params[-1:])
         # Processes that hold the same copies each do only a share of the work.
         training.settle()

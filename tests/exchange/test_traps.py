@@ -20,7 +20,6 @@ import pytest
 import zenflow_jax
 from tests import comparisons, processes, runs
 from tests.compilations import compilations
-from tests.exchange.hooks import views_of_mail
 from tests.runs import BUSY, FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, layerwise
 from zenflow_jax._device import gpu_faults, memory
@@ -154,7 +153,13 @@ def test_a_gpu_that_computes_single_operations_incorrectly_is_rejected(monkeypat
 def test_a_closed_engine_keeps_neither_host_memory_nor_views_that_would_block_donation(
     monkeypatch, sending
 ):
-    views = views_of_mail(monkeypatch)
+    views = []
+
+    def view(x, view=worker.view):
+        views.append(weakref.ref(array := view(x)))
+        return array
+
+    monkeypatch.setattr(worker, "view", view)
     with Training(FEW, OPTIONS, send_gradients=sending) as training:
         training.go(5)
         assert training.engine.stats.reselections == 4

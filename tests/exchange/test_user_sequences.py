@@ -242,7 +242,6 @@ class User:
         self._reference = copy.deepcopy(parts[0].reference)
         run = self._run
         run.params, run.state, engine_state = copied(arrays)
-        run.t = self._reference.step_count
         self._call(run.renew, engine_state=engine_state)
 
     def _model(self, seed: int) -> Any:

@@ -15,6 +15,7 @@ import pytest
 from tests import comparisons, processes, runs
 from tests.exchange.hooks import hooked
 from tests.runs import BUSY, CALM, FEW, TOGETHER, Plan, Settings, Training
+from zenflow_jax._exchange.messages import Update
 from zenflow_jax._exchange.worker import Worker
 
 TIMEOUT_S = 60  # after this time, a test that hangs fails
@@ -127,7 +128,7 @@ def test_a_failure_of_the_worker_is_raised_with_its_position_by_all_later_calls(
 
     def go_until_failed():
         training.go(1)
-        training.await_end()
+        await_end(training)
         training.go(1)
 
     with Training(FEW, settings) as training:
@@ -141,6 +142,19 @@ def test_a_failure_of_the_worker_is_raised_with_its_position_by_all_later_calls(
             with pytest.raises(RuntimeError, match="the host worker failed at .*: moment is nan"):
                 call()
         training.engine.close()
+
+
+def await_end(training):
+    """Waits until the worker has ended, after a failure."""
+    thread = training.engine._worker._thread
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+def fail(training):
+    """Makes the worker fail, unknown to the caller."""
+    training.engine._worker.post(Update(len(training.host.counted), []))  # there is no such group
+    await_end(training)
 
 
 def assert_ended(before):
@@ -198,7 +212,7 @@ def test_an_engine_that_is_collected_on_its_own_thread_does_not_hang(hooks):
     assert engine() is None
 
 
-@pytest.mark.parametrize("call", [Training.flush, Training.fail, lambda _: None])
+@pytest.mark.parametrize("call", [Training.flush, fail, lambda _: None])
 def test_an_exception_leaves_the_with_block_unchanged(call, monkeypatch, caplog):
     training, error = Training(FEW, TOGETHER), KeyError("the user's")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -222,7 +236,7 @@ def test_a_block_that_ends_after_a_failure_that_was_never_raised_raises_it():
     def leave():
         with training.engine:
             training.go(7)
-            training.fail()
+            fail(training)
 
     training = Training(FEW, TOGETHER)
     with pytest.raises(RuntimeError, match="the host worker failed at .*: list index"):

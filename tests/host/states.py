@@ -91,14 +91,6 @@ def empty_sums(shape: tuple[int, ...]) -> Sums:
     return Sums(*np.full((2, *shape), np.nan, np.float32))
 
 
-def draw_channels(shape: tuple[int, ...], k: int) -> np.ndarray:
-    """Returns `k` channels for each entry, in ascending order."""
-    entries, n, _ = shape
-    rng = np.random.default_rng(0)
-    drawn = [np.sort(rng.permutation(n)[:k]) for _ in range(entries)]
-    return np.stack(drawn).astype(np.int32)
-
-
 def bits(*arrays: np.ndarray | HostArray) -> list[bytes]:
     parts = ([x] if isinstance(x, np.ndarray) else x.arrays for x in arrays)
     return [x.tobytes() for part in parts for x in part]

@@ -1,4 +1,4 @@
-"""Settings of jax and pytest for tests with Keras, equinox, haliax and datasets."""
+"""Settings of jax and pytest for tests with Keras, equinox and haliax."""
 
 import os
 

@@ -1,8 +1,5 @@
-"""Defaults and groups of the schedule; `test_agreement.py` compares it with the reference."""
+"""Defaults of the schedule; `test_agreement.py` compares it with the reference."""
 
-import warnings
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,34 +25,3 @@ def test_a_window_closes_when_its_share_of_leaves_is_ripe(share, leaves, needed)
 def test_channels_are_selected_every_sixteen_of_the_longest_windows(window, expected):
     tx = zenflow_jax.zenflow(1e-2, window_scaling=None, update_interval=window)
     assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == expected
-
-
-@pytest.mark.parametrize("options", [dict(rolling=False), dict(update_interval=AutoWindow())])
-def test_scaled_steps_with_updates_a_window_late_raise_a_warning(options):
-    with pytest.warns(UserWarning, match="Pass window_scaling=None"):
-        zenflow_jax.zenflow(1e-2, **options)
-    with warnings.catch_warnings(action="error"):
-        zenflow_jax.zenflow(1e-2, window_scaling=None, **options)
-        zenflow_jax.zenflow(1e-2)
-
-
-def test_a_large_scanned_model_has_even_groups_with_any_window():
-    width, inner, layers = 4096, 11008, 32
-    shapes = {
-        "attention": (layers, width, 4 * width),
-        "down": (layers, inner, width),
-        "embedding": (32000, width),
-        "gate": (layers, width, inner),
-        "head": (width, 32000),
-        "up": (layers, width, inner),
-    }
-    params = {name: jax.ShapeDtypeStruct(x, jnp.bfloat16) for name, x in shapes.items()}
-    for interval in (2, 3, 4, 6, 8, 12, 16, 32):
-        tx = zenflow_jax.zenflow(1e-2, update_interval=interval)
-        state = jax.eval_shape(tx.init, params)
-        filled = np.zeros(state.schedule.groups)
-        for leaf in state.leaves:
-            for part in leaf.spec.ranges:
-                filled[part.group] += np.prod(part.shape)
-        assert len(filled) == interval
-        assert filled.max() <= 1.5 * filled.min(), interval

@@ -183,7 +183,7 @@ def test_a_template_can_access_neither_the_system_nor_the_date(written):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+@pytest.mark.usefixtures("as_scripts_run", "no_picture")
 def test_a_run_keeps_the_template_with_the_model_and_prompts_use_it(tmp_path, capsys):
     folder = write_model(tmp_path / "origin", "llama2")
     turns = [talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")]
@@ -262,18 +262,3 @@ def test_arguments_that_are_json_text_are_written_as_json(tmp_path, written, tex
         [conversation] = Conversations(written(template)).read(path)
         shown = answers_of(conversation)[0].removeprefix("itlook ").removesuffix(TURN_END)
         assert json.loads(shown) == json.loads(arguments or "{}")
-
-
-def test_lost_thoughts_and_changed_texts_are_noted(tmp_path, written):
-    last = {"reasoning": "It is.", "name": "Bob", "mood": {"good": True}, "rank": 3}
-    turns = talk("one\r\ntwo", "<think>\nhm\n</think>\n\nfour", "and", "five")
-    path = write(tmp_path / "a.jsonl", [*turns[:3], turns[3] | last])
-    text = "{{ m.name }}{{ m.content.split('</think>')[-1].strip() | replace('\\r\\n', '\\n') }}"
-    reader = Conversations(written(written_as(text)))
-    [conversation] = reader.read(path)
-    assert answers_of(conversation) == [f"four{TURN_END}", f"Bobfive{TURN_END}"]
-    assert reader.notes(path) == [
-        f"{path}: fields of messages that the template does not write: '<think>' 1, "
-        "'reasoning' 1, 'mood' 1, 'rank' 1",
-        f"{path}: the template changes 1 texts of messages: 'one\\r\\ntwo' to 'one\\ntwo'",
-    ]

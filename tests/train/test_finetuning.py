@@ -62,7 +62,7 @@ def validations(run: Path) -> list[tuple[str, ...]]:
 
 # In this process; `test_stopping.py` kills processes.
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+@pytest.mark.usefixtures("as_scripts_run", "no_picture")
 def test_an_interrupted_epoch_is_bit_identical_after_it_resumes(tmp_path, capsys):
     data, origin = tmp_path / "data", write_model(tmp_path / "origin", "llama2")
     data.mkdir()
@@ -104,38 +104,22 @@ def metrics_in(text):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
-def test_an_evaluation_before_and_after_a_run_gives_the_runs_metrics(tmp_path, capsys):
+@pytest.mark.usefixtures("as_scripts_run", "no_picture")
+def test_an_evaluation_after_a_run_gives_the_runs_metrics(tmp_path, capsys):
     data = scripts.write(tmp_path / "a.csv", CSV)
     settings = {"task": "classification", "data": str(data), "sequence_length": 12}
     settings |= {"text_column": "review", "label_column": "mood", "optimizer": "adamw"}
     settings |= {"model": str(write_model(tmp_path / "origin", "bert")), "save_every": 1}
     config, run = write_config(tmp_path, **settings), tmp_path / "a"
-
-    def evaluated(*options):
-        assert finetune.main([*options, "--steps", "0"]) == 0
-        return capsys.readouterr().out
-
-    untrained = evaluated(config)
-    assert {path.name for path in tmp_path.iterdir()} == {"a.csv", "origin", "job.toml"}
-    assert "on 3 validation examples" in untrained
-    assert "newly initialized: classifier/bias, classifier/kernel, because the head" in untrained
-
     assert finetune.main([config, "--steps", "2", "--run", run.name]) == 0
-    assert "Try it: python -m train.generate --model" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "newly initialized: classifier/bias, classifier/kernel, because the head" in shown
     assert scripts.summary(run)["classes"] == ["kind", "so", "unkind"]
-    trained = evaluated(str(run / "settings.toml"), "--model", str(run / "model"))
-    rows = {(int(step), name): float(x) for step, name, x in validations(run)}
-    for step, text in ((0, untrained), (2, trained)):
-        expected = {name: x for (at, name), x in rows.items() if at == step and name in METRICS}
-        assert metrics_in(text) == pytest.approx(expected, abs=1e-4)
-
-    # All rows in another file, with fewer classes.
-    test = scripts.write(tmp_path / "test.csv", CSV.replace("so,it is a film\n", ""))
-    options = ["--data", str(test), "--validation-share", "1", "--model", str(run / "model")]
-    text = evaluated(config, *options)
-    assert "on 16 validation examples" in text
-    assert "newly initialized" not in text
+    evaluation = [str(run / "settings.toml"), "--model", str(run / "model"), "--steps", "0"]
+    assert finetune.main(evaluation) == 0
+    expected = {name: float(x) for step, name, x in validations(run) if step == "2"}
+    figures = metrics_in(capsys.readouterr().out)
+    assert figures == pytest.approx({name: expected[name] for name in METRICS}, abs=1e-4)
 
 
 BY_LAYER = {"optimizer": "adamw", "stream": "weights", "scan_layers": False}

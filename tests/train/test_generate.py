@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shutil
 import signal
 import sys
 
@@ -14,7 +13,7 @@ import pytest
 from flax import nnx
 
 from tests.compilations import times_compiled
-from tests.hf_models import FIXTURES, assert_close, change_config, load, write_model
+from tests.hf_models import FIXTURES, assert_close, load, write_model
 from train import generate
 from train.huggingface.tokenizer import read_tokenizer
 from train.model.sampling import Sampling, continue_tokens, narrow
@@ -69,43 +68,22 @@ def run(capsys, *arguments):
     return (code, *capsys.readouterr())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("run") / "model", "llama2")
+@pytest.fixture
+def folder(tmp_path):
+    return write_model(tmp_path / "model", "llama2")
 
 
-def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
-    code, out, err = run(capsys, "--model", folder, "the cat", "--max-tokens", 9)
-    assert code == 0
+def test_the_command_writes_the_continuation_up_to_an_end_token(folder, capsys):
     tokenizer = read_tokenizer(folder, vocabulary=1000)
     prompt = [tokenizer.begin, *tokenizer.tokens.encode("the cat", add_special_tokens=False).ids]
     _, graphdef, params = load(folder, scan_layers=True)
     tokens = list(continue_tokens(graphdef, params, prompt, most=9, ends={tokenizer.end}))
-    assert out == tokenizer.tokens.decode(tokens) + "\n"
-    assert f"{len(prompt)} prompt tokens, as it is" in err
-    assert "9 tokens" in err
-    assert "cut off by --max-tokens 9" in err
-    sampled = ["--model", folder, "the cat", "--max-tokens", 9, "--top-k", 40]
-    assert run(capsys, *sampled)[1] == run(capsys, *sampled)[1] != out
-    # At this temperature, only the most likely token remains.
-    assert run(capsys, *sampled, "--temperature", 1e-4)[1] == out
-
-
-def test_a_continuation_ends_at_an_end_token_or_at_the_last_position(folder, tmp_path, capsys):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    tokenizer = read_tokenizer(copy, vocabulary=1000)
-    prompt = [tokenizer.begin, *tokenizer.tokens.encode("the cat", add_special_tokens=False).ids]
-    _, graphdef, params = load(copy, scan_layers=True)
-    second = list(continue_tokens(graphdef, params, prompt, most=2))[1]
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, second]}))
-    _, _, err = run(capsys, "--model", copy, "the cat", "--max-tokens", 9)
-    assert "2 tokens" in err.splitlines()[1]
-
-    (copy / "generation_config.json").unlink()
-    change_config(copy, max_position_embeddings=10)
-    code, _, err = run(capsys, "--model", copy, "cats", "--max-tokens", 9, "--dtype", "float32")
-    assert code == 0
-    assert "cut off where the model's 10 positions end" in err
+    command = "--model", folder, "the cat", "--max-tokens", 9
+    assert run(capsys, *command)[:2] == (0, tokenizer.tokens.decode(tokens) + "\n")
+    sampled = run(capsys, *command, "--top-k", 40)[1]
+    assert run(capsys, *command, "--top-k", 40)[1] == sampled != tokenizer.tokens.decode(tokens)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, tokens[1]]}))
+    assert "2 tokens" in run(capsys, *command)[2].splitlines()[1]
 
 
 def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys, monkeypatch):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file
 
 from elves import atomic
@@ -28,13 +27,11 @@ from tests.hf_models import (
     load,
     make,
     outputs,
-    write_model,
 )
 from train.huggingface import saving
 from train.huggingface.loading import ModelError, load_weights, newly_drawn, read_folder
 from train.huggingface.saving import dtype_of, save_folder
 from train.model.decoder import LinearRope, Llama3Rope
-from train.plan.planning import folder_of_config
 
 
 @pytest.mark.parametrize(
@@ -195,19 +192,3 @@ def test_a_failed_write_changes_nothing_and_a_kill_leaves_the_old_or_the_new_fol
     with pytest.raises(KeyboardInterrupt):
         save_folder(saved, pretrained, zeros)
     assert_same_bits(load(saved)[2], zeros)
-
-
-def test_a_download_contains_no_pickles_and_a_plan_requests_only_the_config(tmp_path, monkeypatch):
-    folder = write_model(tmp_path / "model", "llama2")
-    needed = ["config.json", "model.safetensors", "chat_template.jinja", "merges.txt"]
-    unneeded = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json"]
-    downloads = []
-
-    def download(name, **patterns):
-        assert name == "org/name"
-        downloads.append(list(filter_repo_objects(needed + unneeded, **patterns)))
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert read_folder("org/name").folder == folder_of_config("org/name").folder == folder
-    assert downloads == [needed, ["config.json"]]

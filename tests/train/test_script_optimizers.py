@@ -1,4 +1,4 @@
-"""The script's optimizers from optax: their updates, their state, and runs with them."""
+"""The script's optimizers from optax: their updates and their state."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from tests.train.scripts import TINY, summary, write_config
-from train import finetune
 from train.cli.settings import ON_DEVICE, Settings
 from train.run import optimizers
 
@@ -73,16 +71,3 @@ def test_a_skipped_step_changes_nothing(name):
     assert (int(optimizers.skipped_steps(state)), int(optimizers.skipped_steps(counted))) == (1, 0)
     before = optimizers.make_optimizer(Settings(**OPTIONS, optimizer=name)).init(PARAMS)
     jax.tree.map(np.testing.assert_array_equal, state.inner, before.inner)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_picture")
-def test_a_run_with_lion_learns_and_may_not_resume_with_other_moments(tmp_path, capsys):
-    options = TINY | {"steps": 6, "save_every": 3, "learning_rate": 3e-3, "layers": 2}
-    config = write_config(tmp_path, **options, optimizer="lion", run="a")
-    assert finetune.main([config]) == 0
-    figures = summary(tmp_path / "runs" / "a")
-    assert figures["validation_after"]["loss"] < figures["validation_before"]["loss"]
-    assert finetune.main([config, "--steps", "9", "--host-state", "compact"]) == 2
-    assert "host_state" in capsys.readouterr().err
-    assert finetune.main([config, "--steps", "9"]) == 0

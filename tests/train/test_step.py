@@ -20,7 +20,7 @@ F32_RTOL = 1e-5  # float32 sums of a few dozen terms in two orders
 F32_ATOL = 1e-6  # gradients below 1, whose terms may cancel
 
 
-pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 
 def numbers(count):
@@ -83,13 +83,9 @@ def test_a_batch_is_only_as_long_as_its_longest_example_requires(buckets):
     assert Batches(numbers(9), **words, buckets=buckets).length(0) is None
 
 
-def tiny_model() -> tuple[nnx.GraphDef, dict]:
-    return models.split(small_model(dtype="float32"))
-
-
 @pytest.mark.slow
 def test_a_step_with_micro_batches_equals_a_step_with_the_whole_batch():
-    graphdef, params = tiny_model()
+    graphdef, params = models.split(small_model(dtype="float32"))
     tokens = np.random.default_rng(0).integers(0, 256, (8, 9), dtype=np.uint8)
     # More targets in later rows, none in the first.
     weights = (np.arange(8) < np.arange(8)[:, None]).astype(np.uint8)

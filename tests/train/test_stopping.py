@@ -1,14 +1,14 @@
-"""Runs that end early, on signals or without disk space or memory, and resume bit-identically."""
+"""Runs that end early, on signals, and resume bit-identically."""
 
 import errno
 import os
 import random
 import re
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,14 +20,13 @@ from tests.processes import output, start
 from tests.train import scripts
 from train import finetune
 from train.checkpoints.checkpoints import CheckpointError, Checkpoints
-from train.cli.settings import Settings, SettingsError
+from train.cli.settings import SettingsError
 from train.distributed.stopping import StopRequest
-from train.finetune import describe_oom
 from train.run.folder import LOCK, run_lock
 
 STEPS = 63
 
-pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+pytestmark = pytest.mark.usefixtures("as_scripts_run", "no_picture")
 
 
 def stopped_after(last: int) -> Callable[[StopRequest, int], int | None]:
@@ -127,12 +126,23 @@ def test_a_signal_ends_a_process_at_once_if_nothing_needs_saving_or_if_it_is_the
     assert output(start("-c", SIGNALS, phase)) == (-signal.SIGTERM, shown)
 
 
-def test_an_out_of_memory_error_gives_one_message_with_the_requested_size():
-    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
-        jax.jit(lambda: jnp.zeros((10**7, 10**7)))()
-    expected = r"zenflow: .* 400000000000\d+ bytes.*more --micro-batches"
-    assert re.search(expected, describe_oom(raised.value, Settings()))
-    assert describe_oom(RuntimeError("RESOURCE_EXHAUSTED"), Settings()) is None
+@pytest.mark.parametrize(("code", "requeued"), [(0, 0), (128 + signal.SIGTERM, 1), (1, 0)])
+def test_the_batch_script_requeues_only_a_job_that_a_signal_stopped(tmp_path, code, requeued):
+    for name in ("srun", "scontrol"):
+        ends = f"exit {code}" if name == "srun" else ""
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n{ends}\n')
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "PYTHON": "python"}
+    done = subprocess.run(
+        ["bash", "examples/finetune.sbatch", "job.toml", "--mesh", "data=2"],
+        cwd=kill_test.ROOT,
+        env=os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code
+    job = "srun --kill-on-bad-exit=0 python -m train.finetune job.toml --run job-7 --mesh data=2"
+    assert done.stdout.splitlines() == [job] + ["scontrol requeue 7"] * requeued
 
 
 def failing(error: Exception) -> Callable[..., None]:

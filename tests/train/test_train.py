@@ -24,7 +24,7 @@ from zenflow_jax import find_state
 
 TINY = scripts.TINY | {"steps": 13, "warmup_steps": 2, "log_every": 4, "update_interval": 2}
 
-pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
 
 
 def tiny_command(folder: Path, **changed) -> list[str]:
@@ -46,14 +46,6 @@ def test_the_split_follows_the_seed_and_no_file_is_on_both_sides(tmp_path):
     assert split(0) == (train, validation) != split(4)
     assert (len(train), len(validation)) == (6, 2)
     assert set(train).isdisjoint(validation)
-
-
-def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_path):
-    (tmp_path / "a.py").write_bytes(b"abcde")
-    (tmp_path / "b.py").write_bytes(b"fg")
-    windows = standard_library.windows(tmp_path, [Path("a.py"), Path("b.py")], sequence_length=4)
-    texts = [bytes(windows[i]["tokens"].astype(np.uint8)) for i in range(len(windows))]
-    assert texts == [b"\0abcd", b"de\0fg"]
 
 
 def test_weight_decay_excludes_norms_and_offload_selects_no_channel():
@@ -88,21 +80,6 @@ def test_zenflow_trains_and_writes_its_record(tmp_path, capsys):
     moved = engine["bytes_to_host"] + engine["bytes_to_device"]
     assert 1 < moved / figures["parameters"] / figures["steps"] < 4
     assert re.search(r"step  4/13 .* \d:\d\d:\d\d left\n", shown)
-
-
-@pytest.mark.slow
-def test_a_run_with_only_skipped_steps_ends_with_an_error_and_no_model(tmp_path, capsys):
-    options = {"optimizer": "adamw", "learning_rate": 1e30, "max_skipped": 5}
-    assert finetune.main(tiny_command(tmp_path, **options, log_every=2, save_every=2)) == 2
-    shown = capsys.readouterr()
-    assert re.search(r"error: steps \d+ to \d+ were skipped.*1e\+30", shown.err)
-    assert "2 skipped" in shown.out
-    folder = tmp_path / "runs" / "001-adamw"
-    # After the first step, the weights give only non-finite results.
-    assert [row["skipped"] for row in rows(folder / "metrics.csv")][:3] == ["0", "1", "2"]
-    assert "step 2 was skipped: no checkpoint is saved" in shown.out
-    assert not (folder / "checkpoints").exists()
-    assert not (folder / "model.safetensors").exists()
 
 
 @pytest.mark.slow
