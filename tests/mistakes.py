@@ -16,7 +16,7 @@ SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
 PARAMS = jax.device_put({"bias": jnp.zeros(3), "weight": jnp.ones((6, 3))}, DEVICE)
 SQUARE = {"bias": jnp.zeros(3), "weight": jnp.ones((3, 6))}
 NO_STATE, TWO_STATES = "contains 0 ZenFlowStates", "contains 2 ZenFlowStates"
-IN_HOST_MEMORY = "Parameter ['weight'] is in host memory (pinned_host). Put it on a device;"
+IN_HOST_MEMORY = "memory_kind=pinned_host), but was on one device, in device memory"
 
 
 def make(learning_rate: Any = 1e-2, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from zenflow_jax._compact import compact
 from zenflow_jax._device.placing import place
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
-from zenflow_jax._diagnostics.timeline_plot import plot_timeline
+from zenflow_jax._diagnostics.timeline import plot_timeline
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._master import iter_master_params, master_params
 from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow

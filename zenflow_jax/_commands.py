@@ -7,6 +7,7 @@ else, so that a user's own `train.py` is not imported instead.
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 
 _HERE = Path(__file__).parent
@@ -14,22 +15,10 @@ _HERE = Path(__file__).parent
 _SCRIPTS = _HERE / "_scripts" if (_HERE / "_scripts").is_dir() else _HERE.parent
 
 
-def finetune() -> int:
-    return _run("finetune")
-
-
 def plan() -> int:
     if len(sys.argv) > 1:  # the error without arguments must not mention this
         sys.argv.insert(2, "--plan")
     return _run("finetune")
-
-
-def generate() -> int:
-    return _run("generate")
-
-
-def compress() -> int:
-    return _run("compress")
 
 
 def _run(script: str) -> int:
@@ -48,3 +37,6 @@ def _run(script: str) -> int:
         sys.stderr.write("stopped by SIGINT\n")
         return 130
     return main()
+
+
+finetune, generate, compress = (partial(_run, x) for x in ("finetune", "generate", "compress"))

@@ -80,10 +80,11 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
     def init(params: PyTree) -> Any:
         state = optimizer.init(params)
+        names = [f"`optax.{x.__name__}`" for x in _STATES]
         if not any(isinstance(x, _STATES) for x in jax.tree.leaves(state, is_leaf=_has_moments)):
             raise ValueError(
                 "`compact` found no state with Adam's moments in the optimizer's state. Use the "
-                f"optimizer without `compact`, or one with {_names()}."
+                f"optimizer without `compact`, or one with {' or '.join(names)}."
             )
         # Otherwise XLA would compute the codes when it compiles, which takes minutes.
         return _encode_state(jax.tree.map(lax.optimization_barrier, state))
@@ -98,10 +99,6 @@ def compact(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
         return updates, _encode_state(state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _names() -> str:
-    return ", ".join(f"`optax.{x.__name__}`" for x in _STATES)
 
 
 def _has_moments(x: object) -> bool:

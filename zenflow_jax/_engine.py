@@ -64,8 +64,8 @@ class HostEngine:
         ValueError: If an argument is out of range; if `opt_state` does not have exactly one
             ZenFlowState; if the state is not from step 0 and `engine_state` is not passed; if
             `engine_state` belongs to another run or has different options; if the parameters do not
-            match the state or are on different devices; or if jax has too little pinned memory. The
-            error is a `planning.UnfitRunError` if different settings or another checkpoint fix it.
+            match the state or its placement; or if jax has too little pinned memory. The error is a
+            `planning.UnfitRunError` if different settings or another checkpoint fix it.
         TypeError: If parameters or state are NumPy arrays instead of arrays on a device.
 
     Examples:
@@ -170,8 +170,7 @@ class HostEngine:
             RuntimeError: If the engine is closed, has failed or was interrupted; if the state does
                 not come from exactly one step on the last call's result; or if other code changed
                 the parameters.
-            ValueError, TypeError: If state or parameters differ from the constructor's, or are on
-                different devices.
+            ValueError, TypeError: If state or parameters differ from the constructor's.
         """
         self._check_usable()
         if not self._offloaded.specs:

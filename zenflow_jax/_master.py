@@ -77,7 +77,8 @@ def iter_master_params(
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)
-    places, numbers = match_leaves(params, state).places, itertools.count()
+    places = match_leaves(params, [leaf.spec for leaf in state.leaves]).places
+    numbers = itertools.count()  # offloaded leaf numbers
     leaf_at = {
         place: (leaf, None if leaf.spec.resident else next(numbers))
         for place, leaf in zip(places, state.leaves, strict=True)
@@ -120,4 +121,4 @@ def _master(weight: Array, leaf: LeafState, host: Array | None) -> Array:
         return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
     takes = [BLOCK, places_of(spec), HOST_ORDER]
-    return on_each_device(masters, spec, takes, BLOCK)(weight, leaf, host)
+    return on_each_device(masters, spec, takes, BLOCK, weight, leaf, host)

@@ -22,7 +22,7 @@ class attach:  # lower case, because it is called like a function
 
     * `step(params, opt_state, ...)` returns a tuple that contains both, in this order.
     * `step(train_state, ...)` returns the train state, or a tuple that contains it. A train state
-      has `params` and `opt_state`: a flax `TrainState`, a dataclass, a named tuple or a dict.
+      has `params` and `opt_state`: a flax `TrainState`, another dataclass, or a named tuple.
 
     For all others, `get` finds parameters and optimizer state, and `put` replaces them. For a loop
     with flax nnx objects, call `HostEngine.exchange_nnx` instead.
@@ -87,12 +87,13 @@ class attach:  # lower case, because it is called like a function
         """Takes the step, then calls `exchange`; returns the results for the next step."""
         before = _updates(self._arguments(args)[1])
         out = self._step(*args, **more)
-        values = tuple(out) if type(out) in (tuple, list) else (out,)
+        is_sequence = type(out) in (tuple, list)
+        values = tuple(out) if is_sequence else (out,)
         params, opt_state = self._get(*values)
         if before is not None and _updates(opt_state) == before:
             return out  # `optax.MultiSteps` has only added to its sum
         new = self._put(*self.engine.exchange(params, opt_state), *values)
-        if type(out) not in (tuple, list):
+        if not is_sequence:
             return new
         return type(out)(new if type(new) is tuple else (new,))
 
@@ -139,18 +140,13 @@ def _updates(opt_state: PyTree) -> int | None:
     return int(read(around[0].gradient_step)) if around else None
 
 
-def _is_train_state(x: object) -> bool:
-    names = x if isinstance(x, Mapping) else dir(x)
-    return "params" in names and "opt_state" in names
-
-
-def _find(values: tuple[PyTree, ...]) -> int:
-    """Returns the index of the train state, or of the parameters before the optimizer state."""
+def _find(values: tuple[PyTree, ...]) -> tuple[int, bool]:
+    """Returns the index of the parameters, with the optimizer state behind, or of a train state."""
     for i, x in enumerate(values):
-        if _is_train_state(x):
-            return i
+        if hasattr(x, "params") and hasattr(x, "opt_state"):
+            return i, True
         if i and has_state(x):
-            return i - 1
+            return i - 1, False
     raise TypeError(
         f"({', '.join(type(x).__name__ for x in values)}) has neither (params, opt_state, ...) nor "
         "a train state with both. Tell `attach` where they are, with `get` and `put`."
@@ -158,22 +154,14 @@ def _find(values: tuple[PyTree, ...]) -> int:
 
 
 def _get(*values: PyTree) -> tuple[Any, Any]:
-    i = _find(values)
-    if not _is_train_state(state := values[i]):
-        return values[i], values[i + 1]
-    is_dict = isinstance(state, Mapping)
-    return (state["params"], state["opt_state"]) if is_dict else (state.params, state.opt_state)
+    i, in_one = _find(values)
+    return (values[i].params, values[i].opt_state) if in_one else values[i : i + 2]
 
 
 def _put(params: PyTree, opt_state: PyTree, *values: PyTree) -> Any:
-    i = _find(values)
-    if not _is_train_state(state := values[i]):
+    i, in_one = _find(values)
+    if not in_one:
         return (*values[:i], params, opt_state, *values[i + 2 :])
-    new = {"params": params, "opt_state": opt_state}
-    if isinstance(state, Mapping):
-        state = type(state)({**state, **new})  # pyright: ignore[reportCallIssue]
-    elif replace := getattr(state, "replace", getattr(state, "_replace", None)):
-        state = replace(**new)
-    else:
-        state = dataclasses.replace(state, **new)
+    replace = getattr(values[i], "_replace", functools.partial(dataclasses.replace, values[i]))
+    state = replace(params=params, opt_state=opt_state)
     return (*values[:i], state, *values[i + 1 :]) if len(values) > 1 else state

@@ -9,7 +9,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,16 +23,10 @@ __all__ = ["DeepSpeedOptions", "from_deepspeed"]
 
 _ADAM, _SCHEDULE, _ZERO = "optimizer.params.", "scheduler.params.", "zero_optimization."
 _OFFLOAD, _ZENFLOW = f"{_ZERO}offload_optimizer.", f"{_ZERO}zenflow."
-_SCHEDULES = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 _NEVER = 2**31 - 1  # steps; the largest int32
-
 
 #: The valid values in words, and whether a value is valid.
 _Kind = tuple[str, Callable[[Any], bool]]
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < math.inf
 
 
 def _one_of(*values: str | int | None) -> _Kind:
@@ -42,20 +37,15 @@ def _one_of(*values: str | int | None) -> _Kind:
 
 
 _FLAG = _one_of(True, False)
-_NUMBER: _Kind = ("a number of at least 0", _is_number)
-_SHARE: _Kind = ("a number from 0 to 1", lambda x: _is_number(x) and x <= 1)
-_WHOLE: _Kind = ("a whole number", lambda x: _is_number(x) and x == int(x))
+_NUMBER: _Kind = ("a number of at least 0", lambda x: type(x) in (int, float) and 0 <= x < math.inf)
+_SHARE: _Kind = ("a number from 0 to 1", lambda x: _NUMBER[1](x) and x <= 1)
+_WHOLE: _Kind = ("a whole number", lambda x: _NUMBER[1](x) and x == int(x))
 _COUNT: _Kind = ("a whole number of at least 1", lambda x: _WHOLE[1](x) and x > 0)
-_OBJECT = ("an object ({...})", lambda x: isinstance(x, Mapping))
 _BETAS: _Kind = (
     "a list of two numbers in [0, 1)",
     lambda x: isinstance(x, list | tuple) and [_SHARE[1](b) and b < 1 for b in x] == [True] * 2,
 )
 _RATIO: _Kind = ("a number in (0, 1)", lambda x: _SHARE[1](x) and 0 < x < 1)
-_TYPES = (
-    f"{_one_of(*_SCHEDULES)[0]}, or pass an optax schedule as `learning_rate`",
-    lambda x: x in _SCHEDULES,
-)
 _TABLE: Sequence[tuple[str, str, _Kind]] = (
     ("", "gradient_clipping", _NUMBER),
     ("optimizer.", "type", _one_of("Adam", "AdamW", "adam", "adamw")),
@@ -63,7 +53,7 @@ _TABLE: Sequence[tuple[str, str, _Kind]] = (
     (_ADAM, "betas", _BETAS),
     (_ADAM, "adam_w_mode bias_correction", _one_of(True)),
     (_ADAM, "amsgrad maximize", _one_of(False)),
-    ("scheduler.", "type", _TYPES),
+    ("scheduler.", "type", _one_of("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")),
     (_SCHEDULE, "warmup_num_steps total_num_steps", _COUNT),
     (_SCHEDULE, "warmup_type", _one_of("log", "linear")),
     (_SCHEDULE, "last_batch_iteration", _one_of(-1)),
@@ -80,6 +70,7 @@ _TABLE: Sequence[tuple[str, str, _Kind]] = (
 )
 _KEYS = {block + key: kind for block, keys, kind in _TABLE for key in keys.split()}
 _BLOCKS = {name[:i] for name in _KEYS for i, x in enumerate(name) if x == "."}
+_KEYS |= dict.fromkeys(_BLOCKS, ("an object ({...})", lambda x: isinstance(x, Mapping)))
 # Blocks in which an unknown key is an error.
 _CLOSED = (_ADAM, _SCHEDULE, _ZENFLOW)
 _LISTED = (f"{_ADAM}torch_adam", f"{_ADAM}fused", f"{_ZENFLOW}pt_reserved_cores_perc")
@@ -145,8 +136,6 @@ def from_deepspeed(
         >>> options = from_deepspeed({
         ...     "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}},
         ...     "zero_optimization": {
-        ...         "stage": 2,
-        ...         "offload_optimizer": {"device": "cpu"},
         ...         "zenflow": {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": True},
         ...     },
         ... })
@@ -154,19 +143,14 @@ def from_deepspeed(
         (2e-05, AutoSelect(keep=0.9, max_windows=64))
         >>> tx = options.optimizer
     """
-    read, rate = _Config(config, has_schedule=callable(learning_rate)), learning_rate
-    arguments: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    if "optimizer" in read:
-        rate = read.get(f"{_ADAM}lr", 1e-3 if f"{_ADAM}lr" not in read and rate is None else rate)
-        if rate is None:
-            expected = "a number, here or as `from_deepspeed(config, learning_rate=...)`"
-            raise read.error(f"{_ADAM}lr", expected)
-        arguments = {key: read.get(f"{_ADAM}{key}", x) for key, x in arguments.items()}
-        arguments["b1"], arguments["b2"] = map(float, read.get(f"{_ADAM}betas", (b1, b2)))
+    read, rate = _Config(config), learning_rate
+    if "optimizer" in read.values:
+        rate = read.need(f"{_ADAM}lr", rate, missing=1e-3)
+    b1, b2 = map(float, read.get(f"{_ADAM}betas", (b1, b2)))
+    arguments: dict[str, Any] = {"b1": b1, "b2": b2, "eps": read.get(f"{_ADAM}eps", eps)}
+    arguments["weight_decay"] = read.get(f"{_ADAM}weight_decay", weight_decay)
     if kind := read.get("scheduler.type"):
         rate = _schedule(read, kind, rate, warmup_steps, total_steps)
-    elif "scheduler" in read.listed and callable(learning_rate):
-        rate = learning_rate
     arguments["max_grad_norm"] = read.get("gradient_clipping", max_grad_norm) or None
     arguments |= _rules(read, steps_per_epoch)
     if read.listed:
@@ -181,50 +165,45 @@ def from_deepspeed(
 class _Config:
     """A config's values by name; `listed` contains the names that are not read or not applied."""
 
-    def __init__(self, config: Any, has_schedule: bool):
+    def __init__(self, config: Any):
         if isinstance(config, str | os.PathLike):
-            with open(config, encoding="utf-8-sig") as file:
-                config = json.load(file)
-        # DeepSpeed ignores an optimizer or scheduler without a type.
-        self.listed: list[str] = [
-            name
-            for name in ("optimizer", "scheduler")
-            if isinstance(block := config.get(name), Mapping) and block.get("type") is None
-        ]
-        kind = "scheduler" not in self.listed and (config.get("scheduler") or {}).get("type")
-        if kind and kind not in _SCHEDULES and has_schedule:
-            self.listed.append("scheduler")
-        self._values: dict[str, Any] = {}
-        for name, x in self._flat({k: v for k, v in config.items() if k not in self.listed}, ""):
-            if name in _KEYS or name in _BLOCKS:
-                expected, is_valid = _KEYS.get(name, _OBJECT)
-                is_auto = x == "auto" and name in _KEYS and not name.endswith(".type")
-                self._values[name] = None if is_auto else x
+            config = json.loads(Path(config).read_text("utf-8-sig"))
+        self.listed: list[str] = []
+        self.values: dict[str, Any] = {}  # None for "auto"
+        self._read(config, "")
+
+    def _read(self, block: Any, prefix: str) -> None:
+        for name, x in ((prefix + key, x) for key, x in block.items() if x is not None):
+            if name in _KEYS:
+                expected, is_valid = _KEYS[name]
+                is_auto = x == "auto" and name not in _BLOCKS and not name.endswith(".type")
+                self.values[name] = None if is_auto else x
                 if not is_auto and not is_valid(x):
                     raise self.error(name, expected)
             elif name.startswith(_CLOSED) and name not in _LISTED:
                 raise ValueError(f"`{name}` is not a DeepSpeed key. Remove it.")
             else:
                 self.listed.append(name)
-
-    def _flat(self, block: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, x in block.items():
-            if x is not None:
-                yield prefix + key, x
-            if isinstance(x, Mapping) and prefix + key in _BLOCKS:
-                yield from self._flat(x, f"{prefix}{key}.")
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
+            if name in _BLOCKS:
+                self._read(x, f"{name}.")
+                if (kind := f"{name}.type") in _KEYS and kind not in self.values:
+                    raise self.error(kind, _KEYS[kind][0])
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns a value, or the default if it is left out, null or "auto"."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         return default if value is None else value
 
+    def need(self, name: str, default: Any, missing: Any = None) -> Any:
+        """Returns a value as `get` does, or else `missing` if it is left out; rejects None."""
+        value = self.get(name, default if name in self.values or default is not None else missing)
+        if value is None:
+            raise self.error(name, "a number, here or as an argument")
+        return value
+
     def error(self, name: str, expected: str) -> ValueError:
-        value = self.get(name, "auto") if name in self else None
-        text = "missing" if value is None else json.dumps(value, default=repr)
+        value = self.get(name, "auto")
+        text = json.dumps(value, default=repr) if name in self.values else "missing"
         return ValueError(f"`{name}` is {text}. Use {expected}.")
 
 
@@ -238,46 +217,38 @@ def _schedule(
     first two steps both have the lowest rate.
     """
 
-    def get(key: str, default: Any) -> Any:
-        value = config.get(_SCHEDULE + key, default)
-        if value is None:
-            raise config.error(_SCHEDULE + key, "a number, here or as an argument")
-        return value
+    def get(key: str, default: Any, missing: Any = None) -> Any:
+        return config.need(_SCHEDULE + key, default, missing)
 
     cosine, falls = kind == "WarmupCosineLR", kind == "WarmupDecayLR"
-    if not cosine:
-        # DeepSpeed's default, whatever the optimizer's rate is.
-        is_default = falls and f"{_SCHEDULE}warmup_max_lr" not in config
-        rate = get("warmup_max_lr", 1e-3 if is_default else rate)
-    if rate is None or callable(rate):
-        raise ValueError(
-            f"`learning_rate` is {rate!r}, but the config's `scheduler` needs a number. Pass a "
-            "number, or remove the scheduler."
-        )
+    name = f"{_ADAM}lr" if cosine else f"{_SCHEDULE}warmup_max_lr"
+    if falls and name not in config.values:
+        rate = 1e-3  # DeepSpeed's default, whatever the optimizer's rate is
+    rate = config.need(name, None if callable(rate) else rate)
     # Before the warm-up: a rate, or a share of the highest rate.
     lowest = get("warmup_min_ratio" if cosine else "warmup_min_lr", 0.0)
     last, log = get("cos_min_ratio", 1e-4), get("warmup_type", "log") == "log"
-    if warmup_steps is None and f"{_SCHEDULE}warmup_num_steps" not in config:
-        warmup_steps = 1000  # DeepSpeed's default
-    warmup = max(2, get("warmup_num_steps", warmup_steps))  # DeepSpeed divides by the logarithm
+    # DeepSpeed's default is 1000, and it divides by the logarithm.
+    warmup = max(2, get("warmup_num_steps", warmup_steps, 1000))
     total = get("total_num_steps", total_steps) if cosine or falls else 0
     falling = max(1, total - warmup)
+    scale, top = (rate, 1.0) if cosine else (1.0, rate)
 
     def schedule(count: Any) -> Any:
         i = jnp.asarray(count, jnp.int32) - 1
         steps = jnp.maximum(i, 0).astype(jnp.float32)
         risen = jnp.log(steps + 1) / math.log(warmup) if log else steps / warmup
+        rise, fall = lowest + (top - lowest) * risen, top
         if cosine:
             progress = (i - warmup + 1).astype(jnp.float32) / falling
             wave = (1 + jnp.cos(math.pi * jnp.minimum(progress, 1.0))) / 2
             fall = jnp.maximum(last + (1 - last) * wave, 0.0)
-            part = jnp.where(i < warmup, lowest + (1 - lowest) * risen, fall)
             # The first step's rate is 0, whatever the lowest rate is, as in DeepSpeed.
-            return rate * jnp.where(i < 0, 0.0, part)
-        left: Any = 1.0
-        if falls:
+            rise = jnp.where(i < 0, 0.0, rise)
+        elif falls:
             left = jnp.maximum((total - i).astype(jnp.float32) / falling, 0.0)
-        return lowest + (rate - lowest) * jnp.where(i < warmup, risen, left)
+            fall = lowest + (top - lowest) * left
+        return scale * jnp.where(i < warmup, rise, fall)
 
     return schedule
 
@@ -289,7 +260,7 @@ def _rules(config: _Config, steps_per_epoch: int | None) -> dict[str, Any]:
         return config.get(_ZENFLOW + key, default)
 
     stage, device = config.get(f"{_ZERO}stage", 0), config.get(f"{_OFFLOAD}device", "none")
-    selects = _ZENFLOW[:-1] in config
+    selects = _ZENFLOW[:-1] in config.values
     offloads = selects or device != "none"
     not_applied = {
         # Shardings place parameters, and the state of selected channels.
@@ -303,10 +274,8 @@ def _rules(config: _Config, steps_per_epoch: int | None) -> dict[str, Any]:
     # Deferred weights do not move between two updates, as in DeepSpeed.
     arguments: dict[str, Any] = {"provisional_share": None}
     if not selects:
-        share = 0.0 if offloads else 1.0
-        return arguments | {"topk_ratio": share, "update_interval": 1, "staleness": 0}
-    # "auto" is DeepSpeed's default. With a share of 0, no leaf delays the close, so windows have
-    # the minimum length.
+        return arguments | {"topk_ratio": float(not offloads), "update_interval": 1, "staleness": 0}
+    # "auto" is DeepSpeed's default. With a share of 0, windows have the minimum length.
     share = get("auto_ratio", 0.99)
     window = int(get("update_interval", 0)) or (AutoWindow(share=share) if share else 2)
     arguments |= {
@@ -324,10 +293,8 @@ def _rules(config: _Config, steps_per_epoch: int | None) -> dict[str, Any]:
         expected = '"auto"' if strategy == "auto" else "a whole number"
         expected += f' with select_strategy "{strategy}"'
         raise config.error(f"{_ZENFLOW}select_interval", expected)
-    if strategy == "epoch" and epoch is None and interval:
-        expected = '"step", or pass `from_deepspeed(config, steps_per_epoch=len(loader))`'
-        raise config.error(f"{_ZENFLOW}select_strategy", expected)
     if strategy == "auto":
         return arguments | {"select_interval": epoch or AutoSelect()}
-    steps = int(interval * (epoch if strategy == "epoch" else 1)) if interval else _NEVER
-    return arguments | {"select_interval": steps}
+    if strategy == "epoch" and interval:
+        interval *= epoch or config.need(f"{_ZENFLOW}steps_per_epoch", None)
+    return arguments | {"select_interval": int(interval) or _NEVER}

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
 from zenflow_jax._device.memory import mail_rank
 from zenflow_jax._device.scans import evaluate
-from zenflow_jax._device.state import LeafState, find_state
+from zenflow_jax._device.state import find_state
 from zenflow_jax._device.streamed import (
     Streamed,
     check_layers_whole,
@@ -79,36 +79,24 @@ def stream(
             f"The state has send_gradients={state.send_gradients.value!r}. Streamed layers need "
             "'during_step'."
         )
-    found = match_leaves(params, state)
+    specs = [leaf.spec for leaf in state.leaves]
+    found = match_leaves(params, specs)
     weights = list(found.leaves)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(as_pure(params))]
     signs = state.schedule.provisional_share is not None
-    rank = mail_rank([leaf.spec for leaf in state.leaves])
+    rank = mail_rank(specs)
     for place, leaf in zip(found.places, state.leaves, strict=True):
-        if _is_layer(leaf, paths[place], weights[place], where):
+        streams = stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
+        if where is not None:
+            streams = bool(where(paths[place], weights[place]))
+        if streams and not stacked:
+            raise ValueError(f"`where` picks {leaf!r}. Pick offloaded leaves of stacked layers.")
+        if streams:
             check_layers_whole(leaf.spec, weights[place])
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
     if not any(map(is_streamed, weights)):
         raise ValueError("No leaf can stream. Stack the layers along the first axis.")
     return jax.tree.unflatten(found.treedef, weights)
-
-
-def _is_layer(
-    leaf: LeafState,
-    path: KeyPath,
-    weight: jax.Array,
-    where: Callable[[KeyPath, jax.Array], bool] | None,
-) -> bool:
-    """Returns whether to stream a leaf: if `where` is true, or by default if possible."""
-    stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
-    if where is None:
-        return stacked
-    chosen = bool(where(path, weight))
-    if chosen and not stacked:
-        raise ValueError(
-            f"`where` picks {leaf!r}. Pick offloaded leaves, stacked along their first axis."
-        )
-    return chosen
 
 
 def stream_scans(loss_fn: Callable[..., PyTree]) -> Callable[..., Any]:
@@ -195,8 +183,7 @@ def scan_layers(
     """
 
     if any(map(is_streamed, jax.tree.leaves(layers, is_leaf=is_streamed))):
-        remedy = "let jit divide the batch, or scan layers that do not stream"
-        check_outside_of_shard_map("streaming.scan_layers", remedy)
+        check_outside_of_shard_map("streaming.scan_layers")
 
     def streaming_body(carry: PyTree, layer: PyTree) -> tuple[Any, Any]:
         return body(carry, _map_streamed(layer_weights, layer))

@@ -1,4 +1,4 @@
-"""Device programs that the engine runs between steps: merge, choose, enter and measure.
+"""Device programs that the engine runs between steps: merge, choose and enter.
 
 Each program handles all leaves. Parameters are always whole leaves; if `specs` describe ranges, all
 other arrays are also ranges.
@@ -31,10 +31,9 @@ from zenflow_jax._device.shards import (
     PART,
     REPLICATED,
     Shard,
-    each_leaf,
+    on_each_device,
 )
 from zenflow_jax._device.state import LeafState, ZenFlowState, cut, cut_state, put, put_state
-from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._device.step import provisional_change
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.scalars import StepScalars
@@ -97,8 +96,7 @@ def merge(
         rates = [sent.adam.scaled(spec.lr_scale).learning_rate for spec in specs]
         counts = sent.finite > 0
         lengths = [schedule.provisional_step(sent.step, rate, counts) for rate in rates]
-        if mail[0].ndim != len(specs[0].shape):
-            rank = mail[0].ndim  # it was in host memory
+        rank = mail[0].ndim  # with the unit axes of host memory
 
     def merge_leaf(
         shard: Shard,
@@ -122,33 +120,39 @@ def merge(
 
     uploads = {True: iter(donated), False: iter(kept)}
     ends = np.cumsum(channel_widths(specs))[:-1]
-    new = each_leaf(
-        merge_leaf,
-        specs,
-        [BLOCK, HOST_ORDER, EACH_DEVICE, EACH_DEVICE, partial(HOST_ORDER, rank=rank), REPLICATED],
+    takes = [
         BLOCK,
+        HOST_ORDER,
+        EACH_DEVICE,
+        EACH_DEVICE,
+        partial(HOST_ORDER, rank=rank),
+        REPLICATED,
+    ]
+    columns = zip(
+        specs,
         map(cut, weights, specs),
         (next(uploads[_becomes_weight(spec)]) for spec in specs),
         jnp.split(during, ends, axis=1),
         jnp.split(after, ends, axis=1),
         mail,
         lengths,
+        strict=True,
     )
+    new = [on_each_device(merge_leaf, spec, takes, BLOCK, *args) for spec, *args in columns]
     return list(map(put, weights, new, specs))
 
 
 @partial(jax.jit, static_argnames="specs")
 def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
     """Returns each device's selected channel numbers, for leaves or ranges."""
-    rows = each_leaf(
-        lambda shard, x: shard.to_local(x).reshape(1, -1),
-        specs,
-        [CHANNELS],
-        EACH_DEVICE,
-        channels,
-    )
+
+    def rows(shard: Shard, x: Array) -> Array:
+        return shard.to_local(x).reshape(1, -1)
+
+    pairs = zip(specs, channels, strict=True)
     # Joined, because separate arrays would cost as much as the update.
-    return jnp.concatenate(list(rows), axis=1)
+    each = [on_each_device(rows, spec, [CHANNELS], EACH_DEVICE, x) for spec, x in pairs]
+    return jnp.concatenate(each, axis=1)
 
 
 def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:
@@ -175,16 +179,9 @@ def choose(
             master = shard.own(take(weight, shard.to_local(channels), shard.block))
         return chosen, master, jnp.zeros_like(scores)
 
-    made = each_leaf(
-        choose_in_leaf,
-        specs,
-        [BLOCK, CHANNELS, CHANNELS, PART],
-        (CHANNELS, PART, CHANNELS),
-        map(cut, weights, specs),
-        scores,
-        channels,
-        masters,
-    )
+    takes, gives = [BLOCK, CHANNELS, CHANNELS, PART], (CHANNELS, PART, CHANNELS)
+    columns = zip(specs, map(cut, weights, specs), scores, channels, masters, strict=True)
+    made = [on_each_device(choose_in_leaf, spec, takes, gives, *args) for spec, *args in columns]
     chosen, current, zeros = zip(*made, strict=True)
     return chosen, channel_rows(chosen, specs=specs), current, zeros
 
@@ -198,22 +195,10 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
         new = gather_to_channels(shard.gather(master.astype(shard.block.dtype)), place, shard.block)
         return jnp.where(broadcast_channels(place >= 0, shard.block), new, weight)
 
-    new = each_leaf(
-        enter_leaf,
-        specs,
-        [BLOCK, PART, CHANNELS],
-        BLOCK,
-        map(cut, weights, specs),
-        masters,
-        channels,
-    )
+    takes = [BLOCK, PART, CHANNELS]
+    columns = zip(specs, map(cut, weights, specs), masters, channels, strict=True)
+    new = [on_each_device(enter_leaf, spec, takes, BLOCK, *args) for spec, *args in columns]
     return tuple(map(put, weights, new, specs))
-
-
-@partial(jax.jit, static_argnames="specs")
-def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
-    """Returns `kept_share` for leaves or ranges."""
-    return kept_share(list(map(cut, scores, specs)), list(map(cut, channels, specs)), specs)
 
 
 @partial(jax.jit, static_argnames="specs")

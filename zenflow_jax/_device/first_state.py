@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from zenflow_jax._device.channels import take
 from zenflow_jax._device.checksums import checksums
-from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, with_rank
+from zenflow_jax._device.memory import mail_rank, to_host, with_rank
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.shards import BLOCK, HOST_ORDER, REPLICATED, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, LeafStates, Static, ZenFlowState, places_of
@@ -40,10 +40,14 @@ def first_state(params: PyTree, specs: tuple[LeafSpec, ...], static: Static) -> 
         # `optax.tree_map_params` passes a placeholder, neither arrays nor an empty container, and
         # expects it in place of per-leaf states.
         return make(weights)._replace(leaves=params, mail=params)
-    if traced or all(spec.placement is None for spec in specs):
-        return commit(make(weights), next(iter(weights), None))
-    # Unread parameters still determine the devices.
-    return make(weights, jit=partial(jax.jit, keep_unused=True))
+    if not traced and any(spec.placement is not None for spec in specs):
+        # Unread parameters still determine the devices.
+        return make(weights, jit=partial(jax.jit, keep_unused=True))
+    state = make(weights)
+    if traced or not weights or not weights[0].committed:
+        return state
+    # A jitted step returns a committed state; after another first state it would compile again.
+    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, with_shardings(state, weights)))
 
 
 def _make(
@@ -54,25 +58,39 @@ def _make(
     jit: Callable[..., Any] = lambda f, **_: f,
 ) -> ZenFlowState:
     rank, sending = mail_rank(specs), static.send_gradients
-    state = jit(partial(_build, specs=specs, static=static))(weights)
+    state = jit(partial(_without_mail, specs=specs, static=static))(weights)
     # Mail is made separately, a leaf at a time, because the device has no room for all of it.
     first_mail = jit(_first_mail, static_argnums=(1, 2, 3))
     mail = tuple(
         None if spec.resident else first_mail(p, spec.anonymous, sending, rank)
         for p, spec in zip(weights, specs, strict=True)
     )
-    scalars = jit(partial(_first_scalars, specs=specs, static=static))(weights)
-    return state._replace(mail=mail, step_scalars=scalars)
+    return state._replace(mail=mail)
 
 
-def _build(
+def _without_mail(
     weights: list[jax.Array], *, specs: tuple[LeafSpec, ...], static: Static
 ) -> ZenFlowState:
-    """Makes the state without mail."""
-    leaves = []
-    for p, spec in zip(weights, specs, strict=True):
-        make = on_each_device(partial(_first_leaf, spec=spec), spec, [BLOCK], places_of(spec))
-        leaves.append(make(p))
+    """Makes the state without mail; its numbers are on all of the run's devices."""
+    pairs = list(zip(weights, specs, strict=True))
+    leaves = [
+        on_each_device(partial(_first_leaf, spec=x), x, [BLOCK], places_of(x), p) for p, x in pairs
+    ]
+    in_step = static.send_gradients.in_step
+    rank = mail_rank(specs) if in_step else 1
+    statistics = static.schedule.first_state(sum(not spec.resident for spec in specs)).sums.size
+
+    def zeros(*_: jax.Array) -> StepScalars:
+        sizes = StepScalars.sizes(statistics)
+        return StepScalars(*(with_rank(jnp.zeros(size, dtype), rank) for size, dtype in sizes))
+
+    placed = [(p, x) for p, x in pairs if x.placement is not None]
+    scalars = zeros()
+    if placed:
+        p, spec = placed[0]
+        scalars = on_each_device(zeros, spec, [BLOCK], REPLICATED, p)
+    if in_step:
+        scalars = StepScalars(*(to_host(x, rank) for x in scalars))
     # Tokens start from a number that differs between runs, but not when a run is repeated, so that
     # an engine recognizes another run's state. The number is computed from a few leaves.
     few = slice(None, None, len(weights) // 8 + 1)
@@ -85,32 +103,26 @@ def _build(
         leaves=LeafStates(tuple(leaves), static),
         mail=(),
         token=(bits & 0x3FFFFFFF).astype(jnp.int32),
-        step_scalars=StepScalars(None, None),
+        step_scalars=scalars,
         layout={LAYOUT_NAME: jnp.array(LAYOUT, jnp.int32)},
     )
 
 
 def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec) -> LeafState:
-    part, own = shard.part, shard.own(p)
-    if part.resident:
-        return LeafState(
-            channels=None,
-            steps=jnp.zeros((), jnp.int32),
-            master=p.astype(jnp.float32) if part.keeps_master else None,
-            mu=jnp.zeros(part.shape, jnp.float32),
-            nu=jnp.zeros(part.shape, jnp.float32),
-            scores=None,
-            spec=spec,
-        )
-    # The first k channels are selected until the first selection.
-    first = jnp.broadcast_to(jnp.arange(part.k, dtype=jnp.int32), (*part.stack, part.k))
+    part, master, shape = shard.part, shard.own(p), shard.part.shape
+    channels = scores = None
+    if not part.resident:
+        # The first k channels are selected until the first selection.
+        first = jnp.broadcast_to(jnp.arange(part.k, dtype=jnp.int32), (*part.stack, part.k))
+        channels, scores = shard.to_global(first), jnp.zeros((*part.stack, part.n), jnp.float32)
+        master, shape = take(master, first, part), part.selected_shape
     return LeafState(
-        channels=shard.to_global(first),
-        steps=jnp.zeros((*part.stack, part.k), jnp.int32),
-        master=take(own, first, part).astype(jnp.float32) if part.keeps_master else None,
-        mu=jnp.zeros(part.selected_shape, jnp.float32),
-        nu=jnp.zeros(part.selected_shape, jnp.float32),
-        scores=jnp.zeros((*part.stack, part.n), jnp.float32),
+        channels=channels,
+        steps=jnp.zeros(() if channels is None else channels.shape, jnp.int32),
+        master=master.astype(jnp.float32) if part.keeps_master else None,
+        mu=jnp.zeros(shape, jnp.float32),
+        nu=jnp.zeros(shape, jnp.float32),
+        scores=scores,
         spec=spec,
     )
 
@@ -124,35 +136,10 @@ def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int)
     """
     if not sending.in_step:
         rank = len(spec.shape)
-    elif spec.placement is None:
-        return host_zeros(spec.on_host.shape, spec.mail_dtype, rank, p)
 
     def zeros(shard: Shard, _: jax.Array) -> jax.Array:
         shape = shard.part.on_host.shape if sending.in_step else (1,) * len(spec.shape)
         return with_rank(jnp.zeros(shape, spec.mail_dtype), rank)
 
-    mail = on_each_device(zeros, spec, [BLOCK], partial(HOST_ORDER, rank=rank))(p)
+    mail = on_each_device(zeros, spec, [BLOCK], partial(HOST_ORDER, rank=rank), p)
     return to_host(mail, rank) if sending.in_step else mail
-
-
-def _first_scalars(
-    weights: list[jax.Array], specs: tuple[LeafSpec, ...], static: Static
-) -> StepScalars:
-    """Makes zero-valued step scalars on all of the run's devices."""
-    offloaded = sum(not spec.resident for spec in specs)
-    sizes = StepScalars.sizes(static.schedule.first_state(offloaded).sums.size)
-    in_step = static.send_gradients.in_step
-    rank = mail_rank(specs) if in_step else 1
-    placed = [(p, x) for p, x in zip(weights, specs, strict=True) if x.placement is not None]
-    if in_step and not placed:
-        like = next(iter(weights), None)
-        return StepScalars(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
-
-    def zeros(*_: jax.Array) -> list[jax.Array]:
-        return [with_rank(jnp.zeros(size, dtype), rank) for size, dtype in sizes]
-
-    if not placed:
-        return StepScalars(*zeros())
-    p, spec = placed[0]
-    scalars = on_each_device(zeros, spec, [BLOCK], REPLICATED)(p)
-    return StepScalars(*(to_host(x, rank) if in_step else x for x in scalars))

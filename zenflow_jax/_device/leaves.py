@@ -39,65 +39,46 @@ class CallerTree:
         return dataclasses.replace(self, leaves=leaves)
 
 
-class Matcher:
-    """Finds a state's leaves by key path in a caller's tree; rejects other shapes and dtypes.
-
-    Searches only once for each structure, because callers pass a tree at every step.
-    """
-
-    def __init__(self, specs: Sequence[LeafSpec]):
-        self._specs = tuple(specs)
-        # The last structures, in a list because a dict would hash them.
-        self._known: list[tuple[Any, list[int]]] = []
-
-    def __call__(self, params: PyTree) -> CallerTree:
-        leaves, treedef = jax.tree.flatten(params)
-        places = next((x for structure, x in self._known if structure == treedef), None)
-        if places is None:
-            places = self._find(params)
-            self._known = [(treedef, places), *self._known[: _STRUCTURES - 1]]
-        found = CallerTree(leaves, treedef, places)
-        for leaf, spec in zip(found.weights, self._specs, strict=True):
-            shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-            if shape != spec.shape or dtype != spec.dtype:
-                kind = type(leaf).__name__ if shape is None else f"{dtype} {shape}"
-                raise ValueError(
-                    f"{spec.name} is {kind} in `params`, but {spec.dtype.name} {spec.shape} in the "
-                    "state. Pass the tree that `tx.init` saw."
-                )
-        return found
-
-    def _find(self, params: PyTree) -> list[int]:
-        paths, _ = jax.tree_util.tree_flatten_with_path(params)
-        by_name = {plain_name(path): i for i, (path, _) in enumerate(paths)}
-        if len(by_name) < len(paths):
+def match_leaves(params: PyTree, specs: Sequence[LeafSpec]) -> CallerTree:
+    """Finds a state's leaves by key path in a caller's tree; rejects other shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(params)
+    found = CallerTree(leaves, treedef, _places(treedef, tuple(spec.name for spec in specs)))
+    for leaf, spec in zip(found.weights, specs, strict=True):
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if shape != spec.shape or dtype != spec.dtype:
+            kind = type(leaf).__name__ if shape is None else f"{dtype} {shape}"
             raise ValueError(
-                "`params` has several leaves with the same path. Give each its own path, in "
-                "the container's `tree_flatten_with_keys`."
+                f"{spec.name} is {kind} in `params`, but {spec.dtype.name} {spec.shape} in the "
+                "state. Pass the tree that `tx.init` saw."
             )
-        names = [spec.name for spec in self._specs]
-        missing = [name for name in names if name not in by_name]
-        if missing:
-            raise ValueError(
-                f"`params` lacks {first_names(missing)}, which the state was made for, among its "
-                f"{len(paths)} leaves. Pass the tree that `tx.init` got: `nnx.state(model)` for "
-                "nnx, and without `optax.flatten`."
-            )
-        return [by_name[name] for name in names]
+    return found
 
 
-#: A run with frozen leaves passes trees of trained leaves, all parameters, and the model's state.
-_STRUCTURES = 4
+# Cached, because callers pass a tree at every step: of trained leaves, all parameters, or the
+# model's state.
+@functools.lru_cache(maxsize=8)
+def _places(treedef: Any, names: tuple[str, ...]) -> list[int]:
+    """Returns the index of each name among a tree's key paths."""
+    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    by_name = {plain_name(path): i for path, i in jax.tree_util.tree_leaves_with_path(tree)}
+    if len(by_name) < treedef.num_leaves:
+        raise ValueError(
+            "`params` has several leaves with the same path. Give each its own path, in "
+            "the container's `tree_flatten_with_keys`."
+        )
+    if missing := [name for name in names if name not in by_name]:
+        raise ValueError(
+            f"`params` lacks {first_names(missing)}, which the state was made for, among its "
+            f"{len(by_name)} leaves. Pass the tree that `tx.init` got: `nnx.state(model)` for "
+            "nnx, and without `optax.flatten`."
+        )
+    return [by_name[name] for name in names]
 
 
 def first_names(names: Sequence[str]) -> str:
     """Lists the first few names, and the number of further names."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(name or "a bare array" for name in names[:4]) + more
-
-
-def match_leaves(params: PyTree, state: ZenFlowState) -> CallerTree:
-    return Matcher([leaf.spec for leaf in state.leaves])(params)
 
 
 def check_update(updates: PyTree, params: PyTree, state: object) -> list[Any]:
@@ -129,14 +110,12 @@ def check_update(updates: PyTree, params: PyTree, state: object) -> list[Any]:
     return jax.tree.leaves(params)
 
 
-def check_outside_of_shard_map(
-    name: str, remedy: str = "call it outside, on the resulting gradients"
-) -> None:
+def check_outside_of_shard_map(name: str) -> None:
     """Rejects calls inside `shard_map` and `pmap`, where each device would decide separately."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(
             f"`{name}` is called inside `jax.shard_map` or `jax.pmap` over "
-            f"{', '.join(map(repr, axes))}: {remedy}. Replace `pmap` with `jit` (docs/usage.md, "
-            '"Loops that need a change").'
+            f"{', '.join(map(repr, axes))}. Call it outside: let `jit` divide the batch "
+            '(docs/usage.md, "Loops that need a change").'
         )

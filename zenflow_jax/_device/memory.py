@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
@@ -56,46 +54,12 @@ def to_device(tree: T) -> T:
     return jax.device_put(tree, where)
 
 
-def host_zeros(
-    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, rank: int, like: jax.Array | None
-) -> jax.Array:
-    """Makes zeros in pinned host memory, next to the device that holds `like`."""
-    shape = shape_with_rank(shape, rank)
-    if like is None or isinstance(like, Tracer):
-        return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
-    return jax.device_put(np.zeros(shape, dtype), beside(like, HOST))
-
-
 def copy_to_host(pieces: PyTree) -> Any:
     """Starts copying a tree of single-device arrays to pinned host memory next to each device.
 
     Plain copies run at any time; a device program would wait for its turn.
     """
-    return jax.device_put(pieces, jax.tree.map(lambda x: beside(x, HOST), pieces))
-
-
-def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
-    (device,) = like.sharding.device_set
-    return SingleDeviceSharding(device, memory_kind=memory_kind)
-
-
-def commit(tree: PyTree, like: jax.Array | None) -> Any:
-    """Commits the arrays in `tree` to the device that holds `like`, if that is one device.
-
-    A jitted step returns a committed state; after an uncommitted first state, jit would compile the
-    step again.
-    """
-    if like is None or isinstance(like, Tracer):
-        return tree
-    if len(like.sharding.device_set) > 1 or not like.committed:
-        return tree  # uncommitted parameters keep the state uncommitted
-
-    def commit(x: jax.Array) -> jax.Array:
-        if isinstance(x, Tracer) or x.committed:
-            return x
-        return jax.device_put(x, beside(like, x.sharding.memory_kind))
-
-    return jax.tree.map(commit, tree)
+    return jax.device_put(pieces, jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST), pieces))
 
 
 def view(x: jax.Array) -> np.ndarray:

@@ -11,20 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from zenflow_jax._device.leaves import first_names, match_leaves
+from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Shard
-from zenflow_jax._device.state import (
-    LeafState,
-    ZenFlowState,
-    find_state,
-    places_of,
-    replace_state,
-)
-from zenflow_jax._spec.leaf import LeafSpec, as_pure, check_memory
+from zenflow_jax._device.state import ZenFlowState, find_state, places_of, replace_state
+from zenflow_jax._spec.leaf import LeafSpec, as_pure
 from zenflow_jax._spec.mesh import (
     ArrayOrShape,
     HasShape,
@@ -43,26 +37,17 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 f"{spec.name} in `params` is {type(weight).__name__}, not a jax array. Use "
                 "`jax.device_put`, outside jit."
             )
-        check_memory(spec.name, weight)
         if 0 in spec.shape:
             continue  # an empty leaf has no placement
-        where, expected = placement_of(weight), _cuts(spec.placement)
-        if where is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
-            raise ValueError(
-                f"{spec.name} has the sharding {weight.sharding}. Put it on one device, or use a "
-                "NamedSharding."
-            )
-        if _cuts(where) != expected:
+        where, expected = _cuts(placement_of(weight)), _cuts(spec.placement)
+        is_known = isinstance(weight.sharding, NamedSharding | SingleDeviceSharding)
+        if where != expected or weight.sharding.memory_kind == HOST or not is_known:
             was = "on one device" if expected is None else f"divided by {expected[1]} of a mesh"
             raise ValueError(
-                f"{spec.name} has the sharding {weight.sharding}, but was {was} in `tx.init`. Keep "
-                "its sharding, for example with `jax.jit(step, out_shardings=...)`; call `tx.init` "
-                "outside jit, or pass `param_shardings`."
+                f"{spec.name} has the sharding {weight.sharding}, but was {was}, in device memory, "
+                "in `tx.init`. Keep its sharding, for example with `jax.jit(step, "
+                "out_shardings=...)`; call `tx.init` outside jit, or pass `param_shardings`."
             )
-    devices = {frozenset(weight.sharding.device_set) for weight in weights}
-    if len(devices) > 1:
-        names = sorted(sorted(map(str, group)) for group in devices)
-        raise ValueError(f"Leaves are on different devices: {names[0]} and {names[1]}.")
 
 
 def _cuts(place: Placement | None) -> tuple[Any, MeshAxes] | None:
@@ -75,39 +60,30 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[ArrayOrShape]) -> ZenFl
     meshes = [x for x in known if isinstance(x, NamedSharding) and not x.mesh.empty]
     if not known or (not meshes and isinstance(known[0], NamedSharding)):
         return state
-    first = (meshes or known)[0]
+    first, mail_kind = (meshes or known)[0], HOST if state.send_gradients.in_step else None
 
     def put(
-        x: HasShape, spec: PartitionSpec, kind: str | None = None, like: Sharding = first
+        x: HasShape, spec: PartitionSpec, like: Sharding = first, kind: str | None = None
     ) -> jax.ShapeDtypeStruct:
-        if not isinstance(like, NamedSharding):
-            like = first
         if isinstance(like, NamedSharding):
-            sharding = NamedSharding(like.mesh, spec, memory_kind=kind)
-        else:
-            sharding = like if kind is None else like.with_memory_kind(kind)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            like = NamedSharding(like.mesh, spec, memory_kind=kind)
+        elif kind is not None:
+            like = like.with_memory_kind(kind)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like)
 
-    mail_kind = HOST if state.send_gradients.in_step else None
-
-    def put_leaf(leaf: LeafState, parameter: ArrayOrShape) -> LeafState:
-        layout = Shard(leaf.spec).partition(places_of(leaf.spec))
-        return jax.tree.map(partial(put, like=parameter.sharding), leaf, layout)
-
-    def put_mail(
-        mail: HasShape | None, leaf: LeafState, parameter: ArrayOrShape
-    ) -> jax.ShapeDtypeStruct | None:
-        if mail is None:
-            return None
-        spec = Shard(leaf.spec).at_host(len(mail.shape))
-        return put(mail, spec, mail_kind, parameter.sharding)
-
-    mail = tuple(map(put_mail, state.mail, state.leaves, leaves))
-    alike = state._replace(leaves=None, mail=None, step_scalars=None)
-    return jax.tree.map(lambda x: put(x, REPLICATED), alike)._replace(
-        leaves=state.leaves.replace(map(put_leaf, state.leaves, leaves)),
-        mail=mail,
-        step_scalars=jax.tree.map(lambda x: put(x, REPLICATED, mail_kind), state.step_scalars),
+    states, mail = [], []
+    for leaf, sent, parameter in zip(state.leaves, state.mail, leaves, strict=True):
+        like = parameter.sharding if isinstance(parameter.sharding, NamedSharding) else first
+        shard = Shard(leaf.spec)
+        layout = shard.partition(places_of(leaf.spec))
+        states.append(jax.tree.map(partial(put, like=like), leaf, layout))
+        at_host = None if sent is None else put(sent, shard.at_host(sent.ndim), like, mail_kind)
+        mail.append(at_host)
+    rest = state._replace(leaves=None, mail=None, step_scalars=None)
+    return jax.tree.map(lambda x: put(x, REPLICATED), rest)._replace(
+        leaves=state.leaves.replace(states),
+        mail=tuple(mail),
+        step_scalars=jax.tree.map(lambda x: put(x, REPLICATED, kind=mail_kind), state.step_scalars),
     )
 
 
@@ -131,35 +107,30 @@ def check_in_place(state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
     On a mesh, each device would mistake its piece of an array for other channels. Mail in device
     memory has not left during the step, and a branch cannot return it.
     """
-    paths = jax.tree_util.tree_leaves_with_path(state)
     expected = jax.tree.leaves(with_shardings(state, weights))
-    misplaced = [
-        path
-        for (path, x), like in zip(paths, expected, strict=True)
-        if not _is_at(x, like.sharding)
-    ]
+    pairs = zip(jax.tree.leaves_with_path(state), expected, strict=True)
+    misplaced = [path for (path, x), like in pairs if not _is_at(x, like.sharding)]
     if misplaced:
-        numbers = {path[1].idx for path in misplaced if path[0].name in ("leaves", "mail")}
-        names = [state.leaves[i].spec.name for i in sorted(numbers)]
-        names = names or [jax.tree_util.keystr(path) for path in misplaced]
+        of_leaves = [path[1].idx for path in misplaced if path[0].name in ("leaves", "mail")]
+        names = [state.leaves[i].spec.name for i in of_leaves]
+        names.append(jax.tree_util.keystr(misplaced[0]))
         raise ValueError(
-            f"The state of {first_names(names)} is not where `tx.init(params)` puts it. Before the "
-            "first step, call `zenflow_jax.place(params, opt_state)`, and pass the result's "
-            'shardings to jit (docs/usage.md, "A state in another place").'
+            f"The state of {names[0]} is not where `tx.init(params)` puts it. Before the first "
+            "step, call `zenflow_jax.place(params, opt_state)`, and pass the result's shardings to "
+            'jit (docs/usage.md, "A state in another place").'
         )
 
 
 def check_arrays(state: PyTree, kinds: type | tuple[type, ...] = jax.Array) -> None:
     """Rejects leaves that are not arrays, such as shapes that a checkpoint library left."""
-    pairs = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: hasattr(x, "shape"))
-    wrong = [(path, x) for path, x in pairs if not isinstance(x, kinds) or isinstance(x, Tracer)]
-    if wrong:
-        names = first_names([jax.tree_util.keystr(path) for path, _ in wrong])
-        raise TypeError(
-            f"The optimizer state contains a {type(wrong[0][1]).__name__} instead of a jax array "
-            f"at {names}. Pass the step's state outside jit, for flax nnx to `exchange_nnx`; "
-            "`zenflow_jax.place(params, opt_state)` puts restored NumPy arrays on the devices."
-        )
+    for path, x in jax.tree.leaves_with_path(state, is_leaf=lambda x: hasattr(x, "shape")):
+        if not isinstance(x, kinds) or isinstance(x, Tracer):
+            raise TypeError(
+                f"The optimizer state contains a {type(x).__name__} instead of a jax array at "
+                f"{jax.tree_util.keystr(path)}. Pass the step's state outside jit, for flax nnx to "
+                "`exchange_nnx`; `zenflow_jax.place(params, opt_state)` puts restored NumPy arrays "
+                "on the devices."
+            )
 
 
 def place(params: PyTree, opt_state: PyTree) -> Any:
@@ -207,6 +178,7 @@ def place(params: PyTree, opt_state: PyTree) -> Any:
 
 def weights_in_place(params: PyTree, state: ZenFlowState) -> list[Any]:
     """Returns the parameters of the state's leaves, after checking their placement."""
-    weights = match_leaves(params, state).weights
-    check_placement(weights, [leaf.spec for leaf in state.leaves])
+    specs = [leaf.spec for leaf in state.leaves]
+    weights = match_leaves(params, specs).weights
+    check_placement(weights, specs)
     return weights

@@ -178,7 +178,7 @@ class Evaluation:
             f"`{equation.primitive}` reads {name} at {self._line(equation)}, but only a scan along "
             "the first axis can read stacked layers. Stack layers in `params`, move operations on "
             "them into the scan's body, and do not put the scan inside a loop; leave this leaf out "
-            f"with `{self.chooser}(where=...)`; or {INSTEAD[self.chooser]}."
+            f"with `{self.chooser}(where=...)`."
         )
 
 
@@ -231,14 +231,6 @@ def evaluate(
     evaluation = _Streaming("streaming.stream", scan_layers=scan_layers, stacks=stacks)
     results = evaluation.run_whole(traced, [Stack(i, names[i]) for i in sorted(stacks)])
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-
-#: For each `chooser`, the way for layers that are not stacked in `params`.
-INSTEAD = {
-    "streaming.stream": "do not stream: pass the parameters themselves to the loss",
-    "layerwise.ScannedModel": "pass the functions `first`, `layer` and `last` to "
-    "`layerwise.Trainer` (docs/layerwise.md)",
-}
 
 
 def is_stack(x: object) -> TypeGuard[Stack]:

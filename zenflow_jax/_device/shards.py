@@ -6,7 +6,7 @@ goes through the same code, without a `shard_map`.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -39,41 +39,40 @@ class Shard:
     def __init__(self, spec: LeafSpec):
         self._spec, self._place = spec, spec.placement
         self.block = self.part = spec
-        self.shares: MeshAxes = ((),) * len(spec.shape)
-        if self._place is not None:
-            self.block, self.part = _cut(spec, self._place.block), _cut(spec, self._place.part)
-            self.shares = self._place.shares
+        self._block_axes: MeshAxes = ((),) * len(spec.shape)
+        self._part_axes = self.shares = self._block_axes
+        self._names: tuple[str, ...] = ()  # all mesh axes
+        if (place := spec.placement) is not None:
+            self.block, self.part = _cut(spec, place.block), _cut(spec, place.part)
+            self._block_axes, self._part_axes, self.shares = place.block, place.part, place.shares
+            self._names = tuple(place.mesh.axis_names)
 
     def at_block(self) -> PartitionSpec:
         """Returns the partition spec for the parameter and its updates."""
-        return REPLICATED if self._place is None else partition_spec(self._place.block)
+        return partition_spec(self._block_axes)
 
     def at_part(self) -> PartitionSpec:
         """Returns the spec for gradients, masters and moments on the device, whole or selected."""
-        return REPLICATED if self._place is None else partition_spec(self._place.part)
+        return partition_spec(self._part_axes)
 
     def at_host(self, rank: int | None = None) -> PartitionSpec:
         """Returns the spec for mail and uploads, whose axes have the order of `LeafSpec.on_host`.
 
         `rank` includes the unit axes that `memory.with_rank` adds.
         """
-        place, own = self._spec.on_host.placement, len(self._spec.shape)
-        if place is None:
-            return REPLICATED
-        unit = ((),) * ((rank or own) - own)
-        return partition_spec((*place.part[:-2], *unit, *place.part[-2:]))
+        axes, own = self._spec.exchanged(self._part_axes), len(self._spec.shape)
+        return partition_spec((*axes[:-2], *((),) * ((rank or own) - own), *axes[-2:]))
 
     def at_channels(self) -> PartitionSpec:
         """Returns the spec for arrays with one entry per channel: `(*stack, n or k)`."""
-        spec, place = self._spec, self._place
-        if place is None or spec.axis is None:
-            return REPLICATED
-        return partition_spec((*place.block[: len(spec.stack)], place.block[spec.axis]))
+        spec, axes = self._spec, self._block_axes
+        return partition_spec(
+            () if spec.axis is None else (*axes[: len(spec.stack)], axes[spec.axis])
+        )
 
     def at_each_device(self) -> PartitionSpec:
         """Returns the spec for values that differ on every device, joined along the first axis."""
-        place = self._place
-        return REPLICATED if place is None else PartitionSpec(tuple(place.mesh.axis_names))
+        return PartitionSpec(self._names)
 
     def partition(self, places: PyTree) -> Any:
         """Returns a tree of partition specs from a tree of places, such as `BLOCK`."""
@@ -113,11 +112,11 @@ class Shard:
 
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
         """Sums over all devices, including replicas."""
-        return _psum(x, () if self._place is None else self._place.mesh.axis_names)
+        return _psum(x, self._names)
 
     def first(self, axis: int) -> Any:
         """Returns the offset of this device's block in the leaf, along an axis."""
-        names = () if self._place is None else self._place.block[axis]
+        names = self._block_axes[axis]
         return jax.lax.axis_index(names) * self.block.shape[axis] if names else 0
 
     def _first_channel(self) -> Any:
@@ -127,8 +126,8 @@ class Shard:
         """Returns the mesh axes that divide the work, and whether each divides the channels."""
         spec = self._spec
         stack = 0 if spec.resident else len(spec.stack)
-        axes = () if self._place is None else self._place.part
-        return [(x, i < stack or i == spec.axis) for i, names in enumerate(axes) for x in names]
+        axes = enumerate(self._part_axes)
+        return [(x, i < stack or i == spec.axis) for i, names in axes for x in names]
 
 
 def _psum(x: jax.Array, names: Sequence[str]) -> jax.Array:
@@ -141,70 +140,53 @@ CHANNELS, EACH_DEVICE = Shard.at_channels, Shard.at_each_device
 
 
 def on_each_device(
-    f: Callable[..., PyTree], spec: LeafSpec, takes: Sequence[PyTree], gives: PyTree
-) -> Callable[..., Any]:
+    f: Callable[..., PyTree], spec: LeafSpec, takes: Sequence[PyTree], gives: PyTree, *args: PyTree
+) -> Any:
     """Runs `f(shard, *args)` on every device in the leaf's mesh; `f` sees one device's pieces.
 
     `takes` contains a place, or a prefix tree of places, for each argument, such as `BLOCK`; None
     allows any value. `gives` is the place, or tree of places, for the result.
     """
-    shard = Shard(spec)
-    place = spec.placement
+    shard, place = Shard(spec), spec.placement
     if place is None:
-        return lambda *args: f(shard, *args)
+        return f(shard, *args)
     in_specs, out_specs = shard.partition((tuple(takes), gives))
+    leaves, structure = jax.tree.flatten(args)
+    specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+    mesh = place.running_mesh(leaves)
+    if explicit := explicit_axes(mesh):
+        # With Explicit axes, jax does not move an argument to where `in_specs` expects it.
+        leaves = [
+            jax.sharding.reshard(x, NamedSharding(mesh, _only(explicit, spec)))
+            for x, spec in zip(leaves, specs, strict=True)
+        ]
+    # XLA crashes when it compiles an empty argument (jax 0.11.2, not 0.10.2), so `f` gets
+    # constants.
+    empty = {
+        i: (NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+        for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
+        if not np.size(x)
+    }
+    full = [i for i in range(len(leaves)) if i not in empty]
 
-    def mapped(*args: PyTree) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
-        mesh = place.running_mesh(leaves)
-        if explicit := explicit_axes(mesh):
-            # With Explicit axes, jax does not move an argument to where `in_specs` expects it.
-            leaves = [
-                jax.sharding.reshard(x, NamedSharding(mesh, _only(explicit, spec)))
-                for x, spec in zip(leaves, specs, strict=True)
-            ]
-        # XLA crashes when it compiles an empty argument (jax 0.11.2, not 0.10.2), so `f` gets
-        # constants.
-        empty = {
-            i: (NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
-            for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
-            if not np.size(x)
-        }
-        full = [i for i in range(len(leaves)) if i not in empty]
+    def on_one(*arrays: jax.Array) -> Any:
+        local = {i: jnp.zeros(*kind) for i, kind in empty.items()}
+        local.update(zip(full, arrays, strict=True))
+        return f(shard, *jax.tree.unflatten(structure, [local[i] for i in range(len(leaves))]))
 
-        def on_one(*arrays: jax.Array) -> Any:
-            local = {i: jnp.zeros(*kind) for i, kind in empty.items()}
-            local.update(zip(full, arrays, strict=True))
-            return f(shard, *jax.tree.unflatten(structure, [local[i] for i in range(len(leaves))]))
-
-        return jax.shard_map(
-            on_one,
-            mesh=mesh,
-            in_specs=tuple(specs[i] for i in full),
-            out_specs=out_specs,
-            # `Shard.gather` returns equal values on all devices, but their type does not show this.
-            check_vma=False,
-        )(*(leaves[i] for i in full))
-
-    return mapped
+    return jax.shard_map(
+        on_one,
+        mesh=mesh,
+        in_specs=tuple(specs[i] for i in full),
+        out_specs=out_specs,
+        # `Shard.gather` returns equal values on all devices, but their type does not show this.
+        check_vma=False,
+    )(*(leaves[i] for i in full))
 
 
 def _only(names: Collection[str], spec: PartitionSpec) -> PartitionSpec:
     axes = mesh_axes(spec, len(spec))
     return partition_spec(tuple(tuple(x for x in axis if x in names) for axis in axes))
-
-
-def each_leaf(
-    f: Callable[..., PyTree],
-    specs: Sequence[LeafSpec],
-    takes: Sequence[PyTree],
-    gives: PyTree,
-    *columns: Iterable[PyTree],
-) -> Iterator[Any]:
-    """Runs `on_each_device` for one leaf after another; a column contains every leaf's argument."""
-    for spec, *args in zip(specs, *columns, strict=True):
-        yield on_each_device(f, spec, takes, gives)(*args)
 
 
 def placed_gradient(g: jax.Array, spec: LeafSpec) -> jax.Array:

@@ -6,7 +6,6 @@ classes. Checkpoint libraries and trainers that traverse the state find only arr
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +18,9 @@ from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._spec.schedule import Schedule
 
-_ARRAYS = ("channels", "steps", "master", "mu", "nu", "scores")
-
 
 # Not a named tuple: other libraries rebuild named tuples from their fields, without the spec.
-@partial(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=("spec",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class LeafState:
     """Adam state of one leaf on the device.
@@ -41,7 +38,7 @@ class LeafState:
     nu: Float32[Array, "*stack k tail"] | Any
     # Sums of squares since the last selection; None if resident.
     scores: Float32[Array, "*stack n"] | Any
-    spec: LeafSpec  # static
+    spec: LeafSpec = dataclasses.field(metadata={"static": True})
 
     def replace(self, **changes: object) -> "LeafState":
         return dataclasses.replace(self, **changes)
@@ -192,18 +189,13 @@ def put(whole: jax.Array, part: jax.Array, spec: LeafSpec) -> jax.Array:
 
 
 def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
-    if spec.start is None:
-        return leaf
     return jax.tree.map(lambda x: cut(x, spec), leaf).replace(spec=spec)
 
 
 def put_state(whole: LeafState, part: LeafState) -> LeafState:
     """Returns a leaf's state with a range's state inserted."""
-    spec = part.spec
-    if spec.start is None:
-        return part
-    part = part.replace(spec=whole.spec)
-    return jax.tree.map(lambda x, y: put(x, y, spec), whole, part)
+    same = part.replace(spec=whole.spec)
+    return jax.tree.map(lambda x, y: put(x, y, part.spec), whole, same)
 
 
 def find_state(opt_state: PyTree) -> ZenFlowState:

@@ -6,13 +6,14 @@ the scores show how much of the highest possible total score the selected channe
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from zenflow_jax._device.channels import contains
-from zenflow_jax._device.shards import CHANNELS, REPLICATED, Shard, each_leaf, on_each_device
-from zenflow_jax._device.state import Leaves
+from zenflow_jax._device.shards import CHANNELS, REPLICATED, Shard, on_each_device
+from zenflow_jax._device.state import Leaves, cut
 from zenflow_jax._device.step import Verdict
 from zenflow_jax._spec.leaf import LeafSpec
 
@@ -22,24 +23,18 @@ def window_statistics(squares: Sequence[jax.Array], leaves: Leaves, verdict: Ver
 
     All are zero if the step is skipped. `squares` are sums per channel, before clipping.
     """
-    per_leaf = [
-        _root_mean_squares(s, leaf.channels, verdict.factor, leaf.spec)
-        for s, leaf in zip(squares, leaves, strict=True)
-        if not leaf.spec.resident
-    ]
-    columns = jnp.stack(per_leaf, axis=1) if per_leaf else jnp.zeros((2, 0), jnp.float32)
-    row = jnp.concatenate([jnp.ones(1, jnp.float32), columns.ravel()])
+    columns = [jnp.zeros((2, 0), jnp.float32)]
+    for s, leaf in zip(squares, leaves, strict=True):
+        spec = leaf.spec
+        if spec.resident:
+            continue
+        sums = on_each_device(_sums, spec, [CHANNELS, CHANNELS], REPLICATED, s, leaf.channels)
+        each = math.prod(spec.shape) // spec.n
+        counts = jnp.array([each * (spec.n - spec.k), each * spec.k], jnp.float32)
+        # Root mean squares of the leaf's clipped gradient: deferred, selected.
+        columns.append(jnp.sqrt(sums * jnp.square(verdict.factor) / counts)[:, None])
+    row = jnp.concatenate([jnp.ones(1, jnp.float32), jnp.concatenate(columns, axis=1).ravel()])
     return jnp.where(verdict.finite, row, jnp.zeros_like(row))
-
-
-def _root_mean_squares(
-    squares: jax.Array, channels: jax.Array | None, factor: jax.Array, spec: LeafSpec
-) -> jax.Array:
-    """Returns root mean squares of a leaf's clipped gradient: float32 [deferred, selected]."""
-    sums = on_each_device(_sums, spec, [CHANNELS, CHANNELS], REPLICATED)
-    each = math.prod(spec.shape) // spec.n
-    counts = jnp.array([each * (spec.n - spec.k), each * spec.k], jnp.float32)
-    return jnp.sqrt(sums(squares, channels) * jnp.square(factor) / counts)
 
 
 def _sums(shard: Shard, squares: jax.Array, channels: jax.Array) -> jax.Array:
@@ -49,24 +44,21 @@ def _sums(shard: Shard, squares: jax.Array, channels: jax.Array) -> jax.Array:
     return shard.sum_channels(jnp.stack([jnp.sum(x) for x in sides]))
 
 
+@partial(jax.jit, static_argnames="specs")
 def kept_share(
-    scores: Sequence[jax.Array], channels: Sequence[jax.Array], specs: Sequence[LeafSpec]
+    scores: Sequence[jax.Array], channels: Sequence[jax.Array], *, specs: tuple[LeafSpec, ...]
 ) -> jax.Array:
     """Returns the ratio of the selected channels' total score to that of the best k channels.
 
-    It is averaged over leaves, weighted by size: float32 () in [0, 1]; 1 while all scores are zero.
+    It is averaged over leaves or ranges, weighted by size: float32 () in [0, 1]; 1 while all scores
+    are zero. Arrays are of whole leaves.
     """
-    sums = each_leaf(
-        _selected_and_best,
-        specs,
-        [CHANNELS, CHANNELS],
-        (REPLICATED, REPLICATED),
-        scores,
-        channels,
-    )
     sizes = [math.prod(spec.shape) for spec in specs]
+    takes, gives = [CHANNELS, CHANNELS], (REPLICATED, REPLICATED)
     total = jnp.zeros((), jnp.float32)
-    for (selected, best), size in zip(sums, sizes, strict=True):
+    for spec, size, *args in zip(specs, sizes, scores, channels, strict=True):
+        args = [cut(x, spec) for x in args]
+        selected, best = on_each_device(_selected_and_best, spec, takes, gives, *args)
         total += jnp.where(best > 0, selected / best, 1.0) * (size / sum(sizes))
     return total if specs else jnp.ones((), jnp.float32)
 

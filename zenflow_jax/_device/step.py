@@ -100,7 +100,8 @@ def split_gradient(
         return GradientParts(shard.sum(squares), selected, sign, mail)
 
     gives = GradientParts(CHANNELS, PART, PART, partial(HOST_ORDER, rank=rank))
-    seen = on_each_device(split, spec, [PART, CHANNELS], gives)(placed_gradient(g, spec), channels)
+    g = placed_gradient(g, spec)
+    seen = on_each_device(split, spec, [PART, CHANNELS], gives, g, channels)
     if not crosses:
         return seen
     return seen._replace(mail=jax.device_put(seen.mail, jax.memory.Space.Host))
@@ -201,44 +202,23 @@ def step_selected(
     """
     length = None if seen.signs is None else length
     similar = leaf.replace(spec=dataclasses.replace(leaf.spec.anonymous, decay=leaf.spec.decay))
+    # Not Python numbers, so that the program below takes them like arrays.
+    scalars = AdamScalars(*(np.float32(x) if isinstance(x, float) else x for x in scalars))
     # The step does not read the mail, so the mail needs no partition spec here.
-    seen = seen._replace(mail=None)
-    fixed = tuple(x if isinstance(x, float) else None for x in scalars)
-    arrays = [None if isinstance(x, float) else x for x in scalars]
-    change, new = _step_similar(p, seen, similar, fixed, arrays, verdict, length)
+    change, new = _step(p, seen._replace(mail=None), similar, scalars, verdict, length)
     return change, new.replace(spec=leaf.spec)
 
 
-@partial(jax.jit, static_argnums=3, inline=True)
-def _step_similar(
-    p: jax.Array,
-    seen: GradientParts,
-    leaf: LeafState,
-    fixed: Sequence[float | None],
-    arrays: Sequence[jax.Array | None],
-    verdict: Verdict,
-    length: jax.Array | None,
-) -> tuple[jax.Array, LeafState]:
-    def step(
-        shard: Shard,
-        p: jax.Array,
-        seen: GradientParts,
-        leaf: LeafState,
-        arrays: Sequence[jax.Array | None],
-        verdict: Verdict,
-        length: jax.Array | None,
-    ) -> tuple[jax.Array, LeafState]:
-        scalars = (y if x is None else x for x, y in zip(fixed, arrays, strict=True))
-        return _step(shard, p, seen, leaf, AdamScalars(*scalars), verdict, length)
-
+@partial(jax.jit, inline=True)
+def _step(p: jax.Array, seen: GradientParts, leaf: LeafState, *scalars: Any) -> Any:
     places = places_of(leaf.spec)
     parts = GradientParts(CHANNELS, PART, PART, mail=None)
     takes = [BLOCK, parts, places, REPLICATED, REPLICATED, REPLICATED]
-    run = on_each_device(step, leaf.spec, takes, (BLOCK, places))
-    return run(p, seen, leaf, arrays, verdict, length)
+    args = p, seen, leaf, *scalars
+    return on_each_device(_step_on_device, leaf.spec, takes, (BLOCK, places), *args)
 
 
-def _step(
+def _step_on_device(
     shard: Shard,
     p: jax.Array,
     seen: GradientParts,

@@ -28,11 +28,8 @@ class Probes(NamedTuple):
     """The gradient of a `Streamed`, of one layer or stacked."""
 
     passed: Any  # float32 (); `_ONCE` for each use of the layer's weights
-    norms: Any  # square roots of `squares`: a mean of gradients breaks this relation
-    squares: Any  # the rest as in `GradientParts`
-    gradient: Any
-    signs: Any  # packed by `_as_floats`, because gradients must be floats
-    mail: Any
+    norms: Any  # square roots of `parts.squares`: a mean of gradients breaks this relation
+    parts: GradientParts  # with signs from `_as_floats`, because gradients must be floats
 
 
 #: The relative tolerance between a norm and the root of the squares, for any compiler. Means of
@@ -53,22 +50,18 @@ class _Sending(NamedTuple):
     rank: int  # of its mail
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("weights", "channels", "probes"),
-    meta_fields=("sending",),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streamed:
     """Stacked layers for `scan_layers`, or their gradient, or one layer inside the scan.
 
-    A `Streamed` is not an array, so any other read fails.
+    A `Streamed` is not an array, so any other read fails, with an error of jax or Python.
     """
 
     weights: PyTree
     channels: Any  # selected channels, as float32 because jax.grad needs floats
     probes: Probes
-    sending: _Sending
+    sending: _Sending = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,17 +70,6 @@ class Streamed:
     @property
     def dtype(self) -> Any:
         return self.weights.dtype
-
-    def __jax_array__(self) -> Any:
-        """Rejects conversion to an array, which all jax functions try."""
-        raise TypeError(
-            f"Only `streaming.scan_layers`, or a scan in `streaming.stream_scans(loss_fn)`, can "
-            f"read the {self.dtype} {self.shape} of `streaming.stream`."
-        )
-
-    def __getitem__(self, _: object) -> Any:
-        """Rejects indexing, which nnx uses to read its variables."""
-        return self.__jax_array__()
 
 
 def is_streamed(x: object) -> TypeGuard[Streamed]:
@@ -105,7 +87,8 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
     assert leaf.channels is not None
     made = jax.eval_shape(partial(_probes, sending), leaf.channels[0], layer)
     zeros = jax.tree.map(lambda x: jnp.zeros((len(weights), *x.shape), x.dtype), made)
-    zeros = zeros._replace(mail=jax.device_put(zeros.mail, jax.memory.Space.Host))
+    mail = jax.device_put(zeros.parts.mail, jax.memory.Space.Host)
+    zeros = zeros._replace(parts=zeros.parts._replace(mail=mail))
     return Streamed(weights, leaf.channels.astype(jnp.float32), zeros, sending)
 
 
@@ -140,9 +123,7 @@ def check_layers_whole(spec: LeafSpec, weights: PyTree) -> None:
 def layer_spec(spec: LeafSpec) -> LeafSpec:
     """Returns the spec for one entry on a leaf's first stack axis, as a separate leaf."""
     assert spec.axis is not None
-    place = spec.placement
-    if place is not None:
-        place = dataclasses.replace(place, block=place.block[1:], part=place.part[1:])
+    place = spec.placement and spec.placement.map(lambda axes: axes[1:])
     return dataclasses.replace(
         spec.anonymous, shape=spec.shape[1:], axis=spec.axis - 1, placement=place
     )
@@ -187,7 +168,7 @@ def _probes(sending: _Sending, channels: jax.Array, g: jax.Array) -> Probes:
         packing=jnp.uint32,
     )
     seen = seen._replace(signs=jax.tree.map(_as_floats, seen.signs))
-    return Probes(jnp.full((), _ONCE), jnp.sqrt(seen.squares), *seen)
+    return Probes(jnp.full((), _ONCE), jnp.sqrt(seen.squares), seen)
 
 
 #: The bits of the smallest normal float32. The next 3**19 are all normal and finite, so adding
@@ -206,9 +187,7 @@ def _as_packed(floats: jax.Array) -> jax.Array:
 
 def parts_of(g: Streamed) -> GradientParts:
     """Returns the gradient parts of a streamed leaf."""
-    probes = g.probes
-    signs = jax.tree.map(_as_packed, probes.signs)
-    return GradientParts(probes.squares, probes.gradient, signs, probes.mail)
+    return g.probes.parts._replace(signs=jax.tree.map(_as_packed, g.probes.parts.signs))
 
 
 def misused(gradients: Sequence[object], leaves: Leaves) -> jax.Array:
@@ -222,17 +201,18 @@ def misused(gradients: Sequence[object], leaves: Leaves) -> jax.Array:
 
 def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
     # Zeros in place of a gradient that jax did not compute are in device memory.
-    if jax.typeof(g.probes.mail).memory_space != jax.memory.Space.Host:
+    probes, channels = g.probes, leaf.channels
+    if jax.typeof(probes.parts.mail).memory_space != jax.memory.Space.Host:
         raise ValueError(
             f"The loss has no gradient for the streamed layers {leaf.spec.name}. Leave this leaf "
             "out with `streaming.stream(where=...)`."
         )
-    norms, channels = g.probes.norms, leaf.channels
     assert channels is not None
-    apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _NORM_TOLERANCE * norms + _SMALL
+    apart = jnp.abs(probes.norms - jnp.sqrt(probes.parts.squares))
     wrong = [
-        g.probes.passed != np.float32(_ONCE),
-        apart,  # False for NaN, for which the step is skipped
+        probes.passed != np.float32(_ONCE),
+        # False for NaN, for which the step is skipped.
+        apart > _NORM_TOLERANCE * probes.norms + _SMALL,
         g.channels != channels.astype(jnp.float32),  # different weights, or a different state
         g.weights != 0,  # nonzero if read outside the scan, else constant zeros
     ]

@@ -63,21 +63,14 @@ class EngineStats:
         return sum(self.window_lengths.values())
 
     @property
-    def exchange_s(self) -> float:
-        """Returns the seconds that the caller spent in `exchange` and `flush`, with its waits."""
-        return self._sum("exchange", "flush")
-
-    @property
     def wait_s(self) -> float:
         """Returns the seconds that the caller waited for the host while the device was idle."""
-        return self._sum("wait for host")
+        return self.seconds.get("wait for host", 0.0)
 
     @property
     def work_s(self) -> float:
         """Returns the seconds that the worker worked, or waited for uploads."""
-        return self._sum("take in", "hand over", "update", "wait for uploads")
-
-    def _sum(self, *kinds: str) -> float:
+        kinds = "take in", "hand over", "update", "wait for uploads"
         return sum(self.seconds.get(kind, 0.0) for kind in kinds)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from zenflow_jax._device.leaves import CallerTree, Matcher
+from zenflow_jax._device.leaves import CallerTree, match_leaves
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import (
     check_arrays,
@@ -45,7 +45,6 @@ class StateChecker:
     def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array]):
         self._schedule = state.schedule
         self._specs = [leaf.spec for leaf in state.leaves]
-        self._match = Matcher(self._specs)
         self._on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
         # The last correct shardings of state and parameters.
         self._state_shardings: list[Any] = []
@@ -69,7 +68,7 @@ class StateChecker:
 
     def params(self, params: PyTree) -> CallerTree:
         """Splits parameters into leaves; rejects different shapes, dtypes or placements."""
-        taken = self._match(params)
+        taken = match_leaves(params, self._specs)
         shardings = [getattr(weight, "sharding", None) for weight in taken.weights]
         if not _same(shardings, self._param_shardings):
             check_placement(taken.weights, self._specs)

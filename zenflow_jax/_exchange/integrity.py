@@ -118,8 +118,8 @@ def _alone(leaf: LeafState) -> LeafState:
 @partial(jax.jit, static_argnums=2)
 def _note(weight: Array, leaf: LeafState, all_: bool) -> _Values:
     takes = [BLOCK, None if leaf.channels is None else CHANNELS]
-    look = on_each_device(partial(_look, all_=all_), leaf.spec, takes, EACH_DEVICE)
-    return look(weight, leaf.channels)
+    look = partial(_look, all_=all_)
+    return on_each_device(look, leaf.spec, takes, EACH_DEVICE, weight, leaf.channels)
 
 
 def _look(shard: Shard, weight: Array, channels: Array | None, *, all_: bool) -> _Values:
@@ -166,8 +166,8 @@ def _compare(
     places = places_of(leaf.spec).replace(scores=None)
     takes = [BLOCK, EACH_DEVICE, places, *[REPLICATED] * 3]
     scalars = jnp.stack(facts.adam.scaled(leaf.spec.lr_scale))
-    counted = on_each_device(count, leaf.spec, takes, REPLICATED)
-    return counted(weight, old, leaf, scalars, facts.step, facts.finite)
+    args = weight, old, leaf, scalars, facts.step, facts.finite
+    return on_each_device(count, leaf.spec, takes, REPLICATED, *args)
 
 
 def _strays(new: Array, old: Array, accepted: Sequence[Array], slack: Any = 0.0) -> Array:

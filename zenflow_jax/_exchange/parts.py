@@ -159,9 +159,7 @@ def devices_of(weights: Sequence[jax.Array]) -> set[Any]:
 
 def host_part(weight: jax.Array, part: Part, spec: LeafSpec) -> np.ndarray:
     """Reads a part of a parameter, in the host's axis order; `spec` is the whole leaf's."""
-    index = part.index
-    if spec.trailing:
-        index = (*index[:-2], index[-1], index[-2])
+    index = spec.exchanged(part.index)
     for shard in weight.addressable_shards:
         ends = [s.indices(size)[:2] for s, size in zip(shard.index, weight.shape, strict=True)]
         pairs = list(zip(index, ends, strict=True))

@@ -15,13 +15,13 @@ from zenflow_jax._device.boundary import (
     choose,
     cut_states,
     enter,
-    measure,
     merge,
     put_states,
     split_uploads,
 )
 from zenflow_jax._device.memory import upload
 from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState
+from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._exchange.messages import Update
 from zenflow_jax._exchange.parts import (
     OffloadedLeaves,
@@ -220,7 +220,7 @@ class Updates:
         group = self._offloaded.groups[number]
         states = group.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]
-        return measure(scores, channels, specs=group.specs)
+        return kept_share(scores, channels, specs=group.specs)
 
     def resume(self, pending: Sequence[int]) -> None:
         """Restores a saved run's pending updates, from host arrays that are already restored.

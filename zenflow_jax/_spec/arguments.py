@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow, Select, Window
+from zenflow_jax._spec.leaf import DTYPES
 from zenflow_jax._spec.rules import check_int, check_int_or_none, check_share
 from zenflow_jax._spec.schedule import Schedule
 
@@ -30,17 +31,12 @@ def check_schedule(
 ) -> Schedule:
     """Returns the schedule that these arguments describe; errors name the invalid argument."""
     check_share("topk_ratio", topk_ratio)
-    auto_window = auto_select = None
-    if isinstance(update_interval, AutoWindow):
-        auto_window, window = update_interval, update_interval.max_interval
-    else:
-        window = check_int("update_interval", update_interval, 1, "an int or an AutoWindow")
-    select = 16 * window
-    if isinstance(select_interval, AutoSelect):
-        auto_select = select_interval
-    elif select_interval is not None:
-        kinds = "an int, an AutoSelect or None"
-        select = check_int("select_interval", select_interval, 1, kinds)
+    auto_window = update_interval if isinstance(update_interval, AutoWindow) else None
+    auto_select = select_interval if isinstance(select_interval, AutoSelect) else None
+    window = auto_window.max_interval if auto_window else update_interval
+    window = check_int("update_interval", window, 1, "an int or an AutoWindow")
+    select = 16 * window if auto_select or select_interval is None else select_interval
+    select = check_int("select_interval", select, 1, "an int, an AutoSelect or None")
     # An adaptive window is the same for all leaves, because all leaves decide when it closes.
     in_turn = bool(rolling) and auto_window is None
     late = check_int_or_none("staleness", staleness, 0)
@@ -79,11 +75,10 @@ def check_schedule(
 
 def check_transfer_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     """Returns the dtype that mail is cast to; None lets each leaf decide."""
-    if dtype is None:
-        return None
-    if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+    kind = None if dtype is None else np.dtype(dtype)
+    if kind not in (None, *DTYPES):
         raise ValueError(f"`transfer_dtype` must be bfloat16, float32 or None, got {dtype!r}.")
-    return np.dtype(dtype)
+    return kind
 
 
 def check_static(arguments: Mapping[str, object]) -> None:

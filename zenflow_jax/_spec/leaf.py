@@ -8,7 +8,6 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import PyTree
 
 from zenflow_jax._spec.mesh import Placement
@@ -110,6 +109,10 @@ class LeafSpec:
         """Returns whether channels are the last axis; the host then has the last two exchanged."""
         return self.axis == len(self.shape) - 1 > 0
 
+    def exchanged(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """Returns one value per axis, such as a shape, in the host's axis order."""
+        return (*axes[:-2], axes[-1], axes[-2]) if self.trailing else axes
+
     def turned(self, x: T) -> T:
         """Returns a jax or NumPy array of this leaf in the host's axis order, or the reverse."""
         return x.swapaxes(-2, -1) if self.trailing else x
@@ -122,40 +125,15 @@ class LeafSpec:
         """
         if not self.trailing:
             return self
-
-        def exchanged(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-            return (*axes[:-2], axes[-1], axes[-2])
-
-        place = self.placement
-        if place is not None:
-            place = dataclasses.replace(
-                place, block=exchanged(place.block), part=exchanged(place.part)
-            )
-        return dataclasses.replace(
-            self, shape=exchanged(self.shape), axis=len(self.shape) - 2, placement=place
-        )
+        place = self.placement and self.placement.map(self.exchanged)
+        shape = self.exchanged(self.shape)
+        return dataclasses.replace(self, shape=shape, axis=len(shape) - 2, placement=place)
 
     def view3(self, channels: int) -> tuple[int, int, int]:
         """Returns the shape as `(entries, channels, width)`; `entries` covers the stack axes."""
         assert self.axis is not None
         assert not self.trailing
         return math.prod(self.stack), channels, math.prod(self.shape[self.axis + 1 :])
-
-
-def check_memory(name: str, parameter: object) -> None:
-    """Rejects a parameter in host memory; the parameter may be traced or abstract."""
-    if isinstance(parameter, Tracer):
-        in_host_memory = jax.typeof(parameter).memory_space == jax.memory.Space.Host
-    else:
-        # The type of a shape, or of an array from a checkpoint library, may not show this (jax
-        # 0.10.2).
-        sharding = getattr(parameter, "sharding", None)
-        in_host_memory = getattr(sharding, "memory_kind", None) == "pinned_host"
-    if in_host_memory:
-        raise ValueError(
-            f"Parameter {name} is in host memory (pinned_host). Put it on a device; for layers "
-            "whose weights do not fit, use `zenflow_jax.layerwise`."
-        )
 
 
 def as_pure(tree: PyTree) -> PyTree:

@@ -8,7 +8,7 @@ parallelism), each works only on its *part* of it, as in ZeRO. Otherwise the par
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -46,6 +46,10 @@ class Placement:
         """Returns the number of pieces that these mesh axes cut an axis into."""
         return math.prod(self.mesh.shape[name] for name in axes)
 
+    def map(self, change: Callable[[MeshAxes], MeshAxes]) -> "Placement":
+        """Returns the placement of a leaf with other axes."""
+        return dataclasses.replace(self, block=change(self.block), part=change(self.part))
+
     @property
     def cuts(self) -> MeshAxes:
         """Returns `block` without mesh axes of size one, which jit drops from its outputs."""
@@ -57,11 +61,6 @@ class Placement:
     def shares(self) -> MeshAxes:
         """Returns, for each leaf axis, the mesh axes that cut a block into parts."""
         return tuple(p[len(b) :] for b, p in zip(self.block, self.part, strict=True))
-
-    def without_types(self) -> "Placement":
-        """Returns this placement with Auto axes: axis types belong to a program, not to a leaf."""
-        auto = dict.fromkeys(self.mesh.axis_names, AxisType.Auto)
-        return dataclasses.replace(self, mesh=self.mesh.update_axis_types(auto))
 
     def running_mesh(self, arrays: Sequence[jax.typing.ArrayLike]) -> AbstractMesh:
         """Returns the mesh with the axis types of the program that is being traced."""
@@ -80,20 +79,16 @@ def placement_of(leaf: HasShape, sharding: Sharding | None = None) -> Placement 
 
     `sharding` replaces the leaf's own sharding, which a traced leaf has only on Explicit axes.
     """
-    is_given = sharding is not None
-    if not is_given:
-        sharding = (
-            jax.typeof(leaf).sharding
-            if isinstance(leaf, Tracer)
-            else getattr(leaf, "sharding", None)
-        )
+    if sharding is None and isinstance(leaf, Tracer):
+        typed = jax.typeof(leaf).sharding
+        sharding = typed if AxisType.Explicit in typed.mesh.axis_types else None
+    elif sharding is None:
+        sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
-    mesh = sharding.mesh
-    if not isinstance(mesh, AbstractMesh):
-        mesh = mesh.abstract_mesh
-    if not is_given and isinstance(leaf, Tracer) and AxisType.Explicit not in mesh.axis_types:
-        return None
+    # With Auto axes: axis types belong to a program, not to a leaf.
+    mesh = sharding.mesh.abstract_mesh
+    mesh = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
     axes = mesh_axes(sharding.spec, len(leaf.shape))
     return Placement(mesh, axes, axes)
 

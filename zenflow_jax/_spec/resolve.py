@@ -10,15 +10,14 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, check_memory, plain_name
-from zenflow_jax._spec.mesh import HasShape, Placement, divide_blocks, explicit_axes, placement_of
+from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, plain_name
+from zenflow_jax._spec.mesh import divide_blocks, placement_of
 from zenflow_jax._spec.rules import round_up
 
 _logger = logging.getLogger("zenflow_jax")
@@ -42,33 +41,30 @@ def resolve_specs(params: PyTree, rules: LeafRules) -> tuple[LeafSpec, ...]:
     paths = jax.tree_util.tree_leaves_with_path(as_pure(params))
     if not paths:  # `params` may be any placeholder
         return ()
-    mask = rules.mask(params) if callable(rules.mask) else rules.mask
-    decayed = _spread("mask", True if mask is None else mask, params, "bools")
-    shardings, scales = _shardings(params, rules.param_shardings), _scales(params, rules.lr_scale)
+    decayed = _spread("mask", rules.mask, params, "bools")
+    shardings = _spread("param_shardings", rules.param_shardings, params, "NamedShardings")
+    scales = _scales(params, rules.lr_scale)
     return tuple(
-        dataclasses.replace(_resolve(*pair, rules, where), decay=bool(decay), lr_scale=scale)
+        dataclasses.replace(
+            _resolve(*pair, rules, where), decay=decay is None or bool(decay), lr_scale=scale
+        )
         for pair, decay, where, scale in zip(paths, decayed, shardings, scales, strict=True)
     )
 
 
 def _resolve(
-    path: KeyPath, leaf: object, rules: LeafRules, sharding: NamedSharding | None
+    path: KeyPath, leaf: Any, rules: LeafRules, sharding: NamedSharding | None
 ) -> LeafSpec:
     """Returns a leaf's spec, except for weight decay and learning rate."""
     name = plain_name(path)
-    if not isinstance(leaf, HasShape):
-        raise TypeError(f"{name} is not an array: {leaf!r}. {_KEEP_OUT}")
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
+    if (kind := getattr(leaf, "dtype", type(leaf))) not in DTYPES:
         raise ValueError(
-            f"{name} is {leaf.dtype}, but zenflow trains float32 and bfloat16. Cast weights in "
-            f"float16 to bfloat16. {_KEEP_OUT}"
+            f"{name} is {kind}, but zenflow trains arrays of float32 and bfloat16. Cast weights in "
+            "float16 to bfloat16. Exclude others with `optax.masked` or `optax.partition`; for an "
+            "nnx model, train `nnx.state(model, nnx.Param)`."
         )
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-    check_memory(name, leaf)
     place = placement_of(leaf, sharding)
-    if place is not None:
-        _check_types(name, place)
-        place = place.without_types()
     alone = LeafSpec(name, shape, dtype, None, k=0, placement=place)
     resident = rules.resident
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
@@ -94,30 +90,6 @@ def _resolve(
     return dataclasses.replace(spec, k=k, placement=place)
 
 
-_KEEP_OUT = (
-    "Exclude it with `optax.masked` or `optax.partition`; for an nnx model, train "
-    "`nnx.state(model, nnx.Param)`."
-)
-
-
-def _check_types(name: str, place: Placement) -> None:
-    for axis, names in enumerate(place.block):
-        if explicit_axes(place.mesh).intersection(names) not in (set(), set(names)):
-            types = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
-            raise ValueError(
-                f"Axis {axis} of {name} mixes Auto and Explicit mesh axes: {names} of {types}. "
-                "Shard it over axes of one type."
-            )
-
-
-def _shardings(params: PyTree, param_shardings: PyTree) -> list[Any]:
-    """Returns the user's sharding for each leaf, or None if there is none."""
-    if param_shardings is None:
-        return [None] * len(jax.tree.leaves(params))
-    tree = param_shardings(params) if callable(param_shardings) else param_shardings
-    return _spread("param_shardings", tree, params, "NamedShardings")
-
-
 def _scales(params: PyTree, lr_scale: PyTree) -> list[float]:
     """Returns each leaf's factor for the learning rate."""
     if callable(lr_scale):
@@ -132,12 +104,16 @@ def _scales(params: PyTree, lr_scale: PyTree) -> list[float]:
 
 
 def _spread(name: str, tree: PyTree, params: PyTree, kind: str) -> list[PyTree]:
-    """Returns the value for each leaf of `params` from an argument that is a prefix tree."""
-    values: list[PyTree] = []
+    """Returns the value for each leaf of `params` from a prefix tree, or None without a tree.
+
+    The tree may also be a function of `params`.
+    """
+    tree, values = tree(params) if callable(tree) else tree, list[PyTree]()
     try:
         jax.tree.map(
             lambda x, part: values.extend([x] * len(jax.tree.leaves(part))),
             *map(as_pure, (tree, params)),
+            is_leaf=lambda x: x is None,
         )
     except ValueError as error:
         raise ValueError(
@@ -158,8 +134,8 @@ def warn_of_leaves(
             "leaves that have two or more axes and do not match `resident`. Leave out "
             "`optax.flatten`, or change `resident` or `topk_ratio`."
         )
-    nodes = jax.tree.leaves(params, is_leaf=_is_masked)
-    masked = sum(map(_is_masked, nodes))
+    nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    masked = sum(isinstance(x, optax.MaskedNode) for x in nodes)
     if clips and masked:
         _logger.warning(
             "`max_grad_norm` clips by the norm of this `zenflow`'s leaves "
@@ -167,7 +143,3 @@ def warn_of_leaves(
             f"({masked}). If these are trained, use `optax.clip_by_global_norm` before the "
             "partition instead."
         )
-
-
-def _is_masked(x: object) -> bool:
-    return isinstance(x, optax.MaskedNode)

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST, upload
-from zenflow_jax._device.scans import INSTEAD, Evaluation, Scan, Stack, is_stack, layer_sharding
+from zenflow_jax._device.scans import Evaluation, Scan, Stack, is_stack, layer_sharding
 from zenflow_jax._spec.leaf import as_pure, plain_name
 from zenflow_jax.layerwise._tracing import key_of, live_inputs, text_of, types_of
 
@@ -86,7 +86,8 @@ class ScannedModel:
         if not stacks:
             raise ValueError(
                 "The loss scans no parameter layer by layer; layers that it stacks itself or calls "
-                f"one by one cannot be cut. Scan stacked parameters, or {INSTEAD[_CHOOSER]}."
+                "one by one cannot be cut. Scan stacked parameters, or pass "
+                "`first`, `layer` and `last` to `layerwise.Trainer` (docs/layerwise.md)."
             )
         self._stacks, self._length = tuple(stacks), (*self._shapes[stacks[0]].shape, 0)[0]
         cut = self._cut(batch, *traced)
