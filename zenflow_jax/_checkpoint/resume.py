@@ -121,7 +121,9 @@ def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
         if old.get(name) != new.get(name):
             raise UnfitRunError(
                 f"This run differs from the saved run: {name} is {new.get(name)}, but was "
-                f"{old.get(name)}. {_MAY_CHANGE}"
+                f"{old.get(name)}. Resume with the saved run's parameters and options, and on a mesh "
+                "that divides channels and layers alike; docs/checkpoints.md, "
+                '"What may change", lists the rest.'
             )
     expected = arrays_of_leaves(state)
     # Otherwise a slice of a larger array would fit.
@@ -131,12 +133,6 @@ def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
             "The arrays in `engine_state` differ from those in `abstract_engine_state(opt_state)`."
         )
     return run
-
-
-_MAY_CHANGE = (
-    "Resume with the saved run's parameters and options, and on a mesh that divides channels and "
-    'layers alike; docs/checkpoints.md, "What may change", lists the rest.'
-)
 
 
 def checksum(weights: Sequence[jax.Array]) -> int:
