@@ -121,8 +121,8 @@ def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
         if old.get(name) != new.get(name):
             raise UnfitRunError(
                 f"This run differs from the saved run: {name} is {new.get(name)}, but was "
-                f"{old.get(name)}. Resume with the saved run's parameters and options, and on a mesh "
-                "that divides channels and layers alike; docs/checkpoints.md, "
+                f"{old.get(name)}. Resume with the saved run's parameters and options, and on a "
+                "mesh that divides channels and layers alike; docs/checkpoints.md, "
                 '"What may change", lists the rest.'
             )
     expected = arrays_of_leaves(state)
