@@ -109,7 +109,7 @@ def _train(part: Part, peer: peers.Peer, layers: int) -> tuple[float, float]:
     model = make_model(config, scan_layers=True, remat=True)
     note, plan = partial(part.note, f"{model.parameters:,}"), _plan(peer, model, batch, length)
     note(layers=layers, outcome="began", device_gb=None, host_gb=None, **_planned(plan))
-    runner = peers.Runner(peer, model, text(peer.window, batch, length), prefetch_bytes=0)
+    runner = peers.Runner(peer, model, text(peer.window, batch, length))
     try:
         runner.set_up()
         runner.advance(step_time.WARM_UP * peer.window)
@@ -136,7 +136,7 @@ def _plan(peer: peers.Peer, model: Model, batch: int, length: int) -> planning.P
     # None of these peers parks its state.
     step, arguments = peers.abstract_call(peer, model, batch, length, put, put)
     compiled, gpu = step.lower(*arguments).compile(), planning.gpu_here() or "h100"
-    plan = planning.plan(step, *arguments, device=gpu, prefetch_bytes=0)
+    plan = planning.plan(step, *arguments, device=gpu)
     return plan.with_peak(planning.peak_bytes(compiled))
 
 

@@ -263,7 +263,6 @@ class Runner:
         peer: The peer.
         model: Its model.
         tokens: int32 `(n, b, t + 1)`: batches for `n` steps, which are then repeated.
-        prefetch_bytes: As for `HostEngine`.
     """
 
     def __init__(
@@ -271,11 +270,9 @@ class Runner:
         peer: Peer,
         model: Model,
         tokens: np.ndarray,
-        prefetch_bytes: int | None = None,
     ):
         self.peer = peer
         self._model = model
-        self._prefetch_bytes = prefetch_bytes
         self._optimizer = peer.make()
         self._step: Any = None
         self._batches: Sequence[jax.Array] = [
@@ -301,9 +298,7 @@ class Runner:
         self.params = self._model.draw()
         self.state = self._optimizer.init(self.params)
         if self.peer.offloads:
-            self.engine = zenflow_jax.HostEngine(
-                self.params, self.state, prefetch_bytes=self._prefetch_bytes
-            )
+            self.engine = zenflow_jax.HostEngine(self.params, self.state)
         if self._step is None:
             # `zenflow` places its own arrays in host memory.
             placement = jax.tree.map(lambda x: x.sharding, (self.params, self.state))

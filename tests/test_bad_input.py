@@ -76,8 +76,6 @@ WRONG_ENGINE_OPTIONS = {
     "host_kernel": ["cuda"],
     "host_state": ["int8", None],
     "threads": [0, 1.5, "2"],
-    "prefetch_bytes": [-1, 1e9],
-    "max_skipped": [0, True],
     "check": ["everything", None],
 }
 

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from zenflow_jax._checkpoint.resume import Joining
-from zenflow_jax._checkpoint.saving import EngineSnapshot, Saver
+from zenflow_jax._checkpoint import resume
+from zenflow_jax._checkpoint.saving import EngineSnapshot
 from zenflow_jax._device.gpu_faults import check_gpus
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, recorded
@@ -24,10 +25,11 @@ from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
-from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress
+from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress, RunState
+from zenflow_jax._exchange.tokens import Tokens
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._spec.rules import check_int_or_none, check_one_of, is_compact
+from zenflow_jax._spec.rules import check_one_of, is_compact
 
 
 class HostEngine:
@@ -49,10 +51,6 @@ class HostEngine:
             needs 2.1875 but rounds each update, usually by less than 1%. A resumed run may switch.
         threads: Number of threads for host updates. By default all cores but one, left for the
             caller.
-        prefetch_bytes: Bytes that a ready update may take on each device before its boundary; there
-            the loop waits for the rest. None means the whole update.
-        max_skipped: Number of consecutive skipped steps (with gradients that are not finite) after
-            which the next call raises an error. None means never. `logging` warns after three.
         engine_state: The result of `EngineRestore` or `state()`, saved together with `params` and
             `opt_state`. The engine copies this state and resumes the run, bit-identically.
         check: How to detect other code that changes parameters. "samples" periodically compares
@@ -97,40 +95,39 @@ class HostEngine:
         host_kernel: str = "numba",
         host_state: str = "float32",
         threads: int | None = None,
-        prefetch_bytes: int | None = None,
-        max_skipped: int | None = None,
         engine_state: PyTree = None,
         check: str = "samples",
     ):
-        check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
-        check_int_or_none("max_skipped", max_skipped, 1)
         check_one_of("check", check, ["samples", "all"])
         compact = is_compact(host_state)
         state, weights = checks.checked(params, opt_state, engine_state is None)
-        if max_skipped is not None and not state.offloads:
-            raise ValueError("`max_skipped` needs an offloaded leaf. Read the state's counts.")
-        with Joining(state, weights, engine_state) as joining:
-            check_gpus(devices_of(weights))
-            run = joining.run_state()
-            offloaded = OffloadedLeaves.of(state, prefetch_bytes)
+        self._devices = devices_of(weights)
+        # Before the block, because all processes must run this program.
+        params_sum = 0 if engine_state is None else resume.checksum(weights)
+        with resume.failing_together(self._devices):
+            check_gpus(self._devices)
+            run = RunState.first(state)
+            if engine_state is not None:
+                run = resume.check_resumed(engine_state, state)
+            self._offloaded = offloaded = OffloadedLeaves.of(state)
             check_pinned_memory(state, offloaded)
             pin_memory_for_mail(state, offloaded)
             self._worker = worker = Worker(
-                state, weights, offloaded, host_kernel, threads, max_skipped, compact=compact
+                state, weights, offloaded, host_kernel, threads, compact=compact
             )
             self._checker = checks.StateChecker(state, weights)
-            self._progress = progress = Progress(state.schedule, run)
+            self._progress = Progress(state.schedule, run)
             self._integrity = Integrity(state, everything=check == "all")
-            self._updates = updates = Updates(worker, offloaded)
-            joining.resume(run, offloaded, worker, updates)
-            self._mailbox = Mailbox(worker, state)
-            self._tokens = tokens = self._mailbox.tokens
+            self._updates = updates = Updates(worker, offloaded, state.leaves)
+            if engine_state is not None:
+                resume.resume_run(engine_state, run, state, params_sum, offloaded, worker, updates)
+            self._tokens = Tokens(state, weights)
+            self._mailbox = Mailbox(worker, state, self._tokens)
             self._lifecycle = life = Lifecycle(updates.pending)
-            self._saver = Saver(
-                state, weights, offloaded, host_kernel, tokens, worker, progress, updates, life
-            )
-            self._offloaded = offloaded
-        tokens.run = joining.number
+            self._abstract = jax.eval_shape(lambda x: x, state)  # does not keep arrays alive
+        self._tokens.run = resume.agree(
+            None, int(read(state.step)), int(read(state.token)), self._devices
+        )
         # This must come last: a failed constructor must not leak a thread.
         worker.start()
         # A forgotten engine's thread ends on its own.
@@ -139,10 +136,8 @@ class HostEngine:
     @property
     def stats(self) -> EngineStats:
         """Returns counts, seconds and bytes so far."""
-        stats = self._worker.stats
         return dataclasses.replace(
-            stats,
-            bytes_to_device=stats.bytes_to_device + self._updates.late_bytes,
+            self._worker.stats,
             **self._progress.counts,
             seconds=self._worker.recorder.seconds.copy(),
         )
@@ -169,14 +164,12 @@ class HostEngine:
             opt_state: The step's new state, inside any wrapper.
 
         Returns:
-            Both for the next step, with unchanged structure, shapes and placement. A single
-            repeated call with the last result returns this result, because trainers run their hooks
-            again at the end; a step after such a call raises an error.
+            Both for the next step, with unchanged structure, shapes and placement.
 
         Raises:
             RuntimeError: If the engine is closed, has failed or was interrupted; if the state does
-                not come from exactly one step on the last call's result; if `max_skipped`
-                consecutive steps were skipped; or if other code changed the parameters.
+                not come from exactly one step on the last call's result; or if other code changed
+                the parameters.
             ValueError, TypeError: If state or parameters differ from the constructor's.
         """
         self._check_usable()
@@ -191,19 +184,16 @@ class HostEngine:
         first = self._progress.step == 0
         state = self._checker.state(opt_state)
         # Rejects unsuitable parameters before any change.
-        taken = self._checker.take(params)
+        taken = self._checker.params(params)
         offloaded = self._offloaded.pick(taken.weights)
-        if self._saver.has_noted(taken.weights) and self._tokens.is_repeated(state):
-            return params, opt_state
         self._tokens.check_new_step(state)
         self._checker.check_in_place(state, taken.weights)
         if first:
             self._updates.load(offloaded)
-            self._updates.note_channels(state.leaves)
         with self._lifecycle.change():
-            self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
-            self._progress.step_made()
-            self._mailbox.send(state, self._progress.step + 1)
+            step = self._progress.step + 1
+            self._integrity.step_made(step, taken.weights, state.leaves, state.step_scalars)
+            self._mailbox.send(state, step)
             weights = self._updates.collect(offloaded, arriving, state, keep_move=True)
             leaves, measured = state.leaves, {}
             for group in closing:
@@ -213,7 +203,6 @@ class HostEngine:
                     self._updates.close_window(group)
                     if state.schedule.auto_select:
                         measured[group] = self._updates.measure(group, leaves)
-                self._progress.window_closed(group)
             weights = self._updates.collect(weights, at_once, state)
             if any(x is not y for x, y in zip(weights, offloaded, strict=True)):
                 taken = taken.put(self._offloaded.places, weights)
@@ -221,7 +210,7 @@ class HostEngine:
             self._progress.passed(boundaries, state.step_scalars, measured)
             self._integrity.note_parameters(taken.weights, leaves, if_due=bool(closing or first))
             opt_state = replace_state(opt_state, self._mailbox.refill(state, leaves))
-            self._saver.note(taken.weights)
+            self._tokens.note(taken.weights)
             return params, opt_state
 
     @recorded("flush")
@@ -246,12 +235,12 @@ class HostEngine:
         if not self._offloaded.specs:
             return params, opt_state
         copied = self._tokens.check_between_steps(state)
-        taken = self._checker.take(params)
+        taken = self._checker.params(params)
         if copied:
             self._checker.check_in_place(state, taken.weights)
         # An update mid-window would overwrite the provisional steps since the window opened.
         at_once = state.schedule.provisional_share is None
-        pending, open_steps = self._updates.pending, self._progress.open_steps
+        pending, open_steps = self._updates.pending, self._progress.run.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
         self._mailbox.drain()
         self._integrity.check(self._progress.step)
@@ -263,7 +252,7 @@ class HostEngine:
                 self._integrity.note_parameters(taken.weights, state.leaves, if_due=False)
                 token = self._tokens.renew(state.token)
                 opt_state = replace_state(opt_state, state._replace(token=token))
-            self._saver.note(taken.weights)
+            self._tokens.note(taken.weights)
             return taken.tree, opt_state
 
     @recorded("state")
@@ -282,8 +271,7 @@ class HostEngine:
             RuntimeError: If the engine is closed, has failed, or was interrupted during a call.
             ValueError: If other processes have parts of the state.
         """
-        self._settle()
-        return self._saver.snapshot(0).tree()
+        return self._snapshot(0).tree()
 
     @recorded("state")
     def snapshot(self, copy_bytes: int | None = None) -> EngineSnapshot:
@@ -291,18 +279,28 @@ class HostEngine:
 
         Write or close it, otherwise the run waits forever. `copy_bytes` is as in `EngineSave`.
         """
+        return self._snapshot(copy_bytes)
+
+    def _snapshot(self, copy_bytes: int | None) -> EngineSnapshot:
         self._settle()
-        return self._saver.snapshot(copy_bytes)
+        run, pending = self._progress.before_next_step(), self._updates.wait()
+        run = dataclasses.replace(run, pending=pending, token=self._tokens.number)
+        weights, where = self._tokens.weights, (self._offloaded, self._worker, self._devices)
+        snapshot = EngineSnapshot(self._abstract, run, weights, *where, copy_bytes)
+        self._lifecycle.saves(snapshot.written)
+        return snapshot
 
     @recorded("state")
-    def _settled(self, params: PyTree, opt_state: PyTree) -> Callable[[], tuple[int, int]]:
-        """Waits for the host's masters; returns a key that each step, flush or load changes."""
+    def _settled(self, params: PyTree, opt_state: PyTree) -> object:
+        """Waits for the host's masters; returns `noted`, replaced by each step, flush or load."""
         self._check_usable()
         self._checker.state(opt_state)
         if self._progress.step == 0:
-            self._updates.load(self._offloaded.pick(self._checker.take(params).weights))
+            weights = self._checker.params(params).weights
+            self._updates.load(self._offloaded.pick(weights))
+            self._tokens.note(weights)
         self._settle()
-        return lambda: (self._tokens.number, self._updates.loads)
+        return self._tokens.noted
 
     def exchange_nnx(self, model: object, optimizer: object) -> None:
         """Calls `exchange` for flax nnx, and updates `model` and its `optimizer` in place."""

@@ -16,10 +16,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from zenflow_jax._device.first_state import first_state
-from zenflow_jax._device.leaves import (
-    check_outside_of_shard_map,
-    check_update,
-)
+from zenflow_jax._device.leaves import check_outside_of_shard_map, check_update
 from zenflow_jax._device.memory import mail_rank, to_host
 from zenflow_jax._device.state import Static, ZenFlowState
 from zenflow_jax._device.statistics import window_statistics

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from orbax.checkpoint import future
 from safetensors.numpy import load_file
 
@@ -191,8 +192,12 @@ def test_a_failed_save_is_reported_and_does_not_block_the_run(wrong, tmp_path, m
 
 
 def test_a_save_outside_a_file_system_or_of_a_closed_engine_fails(tmp_path):
-    with Training(ONE, SETTINGS) as training, pytest.raises(FileNotFoundError, match="gs:/bucket"):
-        save(training, "gs://bucket/9")
+    words = "gs://bucket/9 is not on a file system. Save to a folder"
+    with Training(ONE, SETTINGS) as training:
+        for path in ("gs://bucket/9", epath.Path("gs://bucket/9")):
+            with pytest.raises(ValueError, match=words):
+                save(training, path)
+        training.go(5)  # no snapshot is left to wait for
     with pytest.raises(RuntimeError, match="engine is closed"):
         save(training, tmp_path)
 
@@ -204,7 +209,8 @@ def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_p
 
     def save_as(process):
         """Saves as one of two processes would."""
-        snapshot = dataclasses.replace(training.engine.snapshot(), processes=[0, 1])
+        snapshot = training.engine.snapshot()
+        snapshot.processes = [0, 1]
         with monkeypatch.context() as patch:
             patch.setattr(jax, "process_index", lambda: process)
             snapshot.write(tmp_path)
@@ -227,7 +233,7 @@ def test_incomplete_files_or_files_from_several_saves_are_rejected_by_name(tmp_p
             np.asarray(leaf["mu"])
         for text, words in (
             (whole[:-1], "do not contain all of .* Use another"),
-            (b"\xff" * 64, "is not a complete engine .* stated header length"),
+            (b"\xff" * 64, "is not a complete engine"),
             (whole.replace(b"zenflow_jax engine", b"zenflow_jax ENGINE"), "its format is"),
         ):
             path.write_bytes(text)

@@ -33,9 +33,7 @@ def test_parameters_have_the_same_checksum_on_any_devices():
     for placement in (None, *meshes.PLACEMENTS):
         where = placement and meshes.shardings(mesh, placement, MORE_LEAVES)
         params = runs.place(values, where)
-        tx = runs.transformation(MORE_LEAVES, STALE, param_shardings=where)
-        specs = [leaf.spec for leaf in jax.eval_shape(tx.init, params).leaves]
-        sums.add(checksum([params[x.name] for x in MORE_LEAVES], specs))
+        sums.add(checksum([params[x.name] for x in MORE_LEAVES]))
     assert len(sums) == 1
 
 

@@ -66,7 +66,7 @@ def traced_once(training, *, donate=True):
         (("three", "channels", AUTO), {"partition": False, "donate": False, "threads": 2}),
         (
             ("three", "stacks", AUTO),
-            {"leaves": MORE_LEAVES, "send_gradients": "after_step", "prefetch_bytes": 0},
+            {"leaves": MORE_LEAVES, "send_gradients": "after_step"},
         ),
     ],
     ids=str,

@@ -95,6 +95,17 @@ def test_a_moved_state_is_rejected_until_it_is_placed(kind, again, name):
         comparisons.assert_same_bits(ours.values(), expected.values())
 
 
+def test_a_run_without_selected_channels_has_the_same_bits_on_explicit_axes():
+    values = []
+    for kind in AUTO, EXPLICIT:
+        shardings = {"w": NamedSharding(meshes.make_mesh("fsdp", kind), P("fsdp"))}
+        leaves = (runs.Leaf("w", (16, 16), -2, "float32"),)
+        with runs.Training(leaves, runs.Settings(topk_ratio=0.0), shardings=shardings) as training:
+            training.go(6)
+            values.append(training.values())
+    comparisons.assert_same_bits(*values)
+
+
 @pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)
 def test_init_under_jit_places_its_state_like_init_outside_jit(kind, told):
     mesh = meshes.make_mesh("three", kind)

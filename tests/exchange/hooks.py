@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zenflow_jax._exchange import parts, worker
+from zenflow_jax._exchange import worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
 
@@ -31,6 +31,6 @@ def hooked(monkeypatch: Any) -> Hooks:
             hooks.update()
             yield from super().adamw(*args)
 
-    monkeypatch.setattr(parts, "HostState", State)
+    monkeypatch.setattr(worker, "HostState", State)
     monkeypatch.setattr(worker, "HostAdam", Adam)
     return hooks

@@ -1,7 +1,6 @@
 """Wrong calls of a running engine; `test_bad_input.py` tests mistakes before a run."""
 
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,7 @@ MISPLACED = "The state of ['weight'] is not where `tx.init(params)` puts it"
 
 # Calls with the first exchange's result.
 BEFORE = [
-    (lambda e, p, s: e.exchange(jax.tree.map(jnp.copy, p), s), RuntimeError, "state of a new st"),
+    (lambda e, p, s: e.exchange(p, s), RuntimeError, "state of a new st"),
     (lambda e, p, s: e.exchange(p, optax.adam(1.0).init(p)), ValueError, NO_STATE),
     (lambda e, p, s: e.flush(p, (s, s)), ValueError, TWO_STATES),
     (lambda e, p, s: e.exchange(p, make(update_interval=1).init(p)), ValueError, "settings differ"),
@@ -88,27 +87,6 @@ def test_the_engine_rejects_wrong_calls_and_the_run_continues(running, undisturb
         assert engine.stats.steps == 1
         made = advance(*made)
     jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 3), undisturbed)
-
-
-def test_a_repeated_exchange_returns_its_last_result_but_only_once_per_step(running, undisturbed):
-    engine, *made = running
-    for _ in range(2):
-        for _ in range(2):
-            made = engine.exchange(*step(*made))
-        again = engine.exchange(*made)
-        assert all(map(operator.is_, jax.tree.leaves(again), jax.tree.leaves(made)))
-        call = functools.partial(engine.exchange, *made)
-        assert_told(call, RuntimeError, "the state of a new step")
-        # A loop that drops every second step.
-        call = functools.partial(engine.exchange, *step(*made))
-        assert_told(call, RuntimeError, "A step was dropped")
-        made = engine.flush(*made)
-    jax.tree.map(np.testing.assert_array_equal, made[0], undisturbed)
-    assert engine.stats.steps == 5
-    # Before the first step, there is no exchange to repeat.
-    with HostEngine(PARAMS, STATE, host_kernel="numpy") as other:
-        call = functools.partial(other.exchange, PARAMS, STATE)
-        assert_told(call, RuntimeError, "the state of a new step")
 
 
 @pytest.mark.parametrize("tx", [TX, optax.MultiSteps(TX, 1)], ids=["alone", "in a branch"])

@@ -97,7 +97,7 @@ def check_failed_start(training: Training, me: int, count: int, saved: Any) -> N
     with pytest.MonkeyPatch.context() as monkeypatch:
         if last:
             error, words = MemoryError, "no room for the masters"
-            monkeypatch.setattr(worker, "new_host_state", explode)
+            monkeypatch.setattr(worker, "HostState", explode)
         with pytest.raises(error, match=words):
             zenflow_jax.HostEngine(training.params, training.state, engine_state=saved)
 
@@ -127,7 +127,9 @@ def check_gone(training: Training, me: int, count: int) -> None:
     if me == count - 1:
         training.params = plus(training.params, 0)
         gc.collect()
-    assert training.engine._saver._checksum() == 0
+    snapshot = training.engine.snapshot()
+    snapshot.close()
+    assert b'"params": 0,' in bytes(snapshot._run)
 
 
 def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:

@@ -153,7 +153,7 @@ def await_end(training):
 
 def fail(training):
     """Makes the worker fail, unknown to the caller."""
-    training.engine._worker.post(Update(len(training.host.open), []))  # there is no such group
+    training.engine._worker.post(Update(len(training.host.counted), []))  # there is no such group
     await_end(training)
 
 

@@ -1,6 +1,5 @@
 """The formulas for memory, compared with engines."""
 
-import threading
 import weakref
 
 import jax
@@ -36,47 +35,29 @@ def test_the_formula_covers_all_arrays_of_an_engine_and_its_mail(sending, rollin
             assert stats.pinned_bytes <= need["mail, pinned"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "prefetch_bytes", "prefetched"),
-    [
-        ({"staleness": 2}, None, None),
-        # Leaves have 128, 144, 160 and more bytes.
-        ({"rolling": False}, 300, 128 + 144),
-        ({}, 0, 0),
-    ],
-    ids=str,
-)
-def test_the_formula_limits_the_updates_that_wait_on_the_device(
-    changes, prefetch_bytes, prefetched, monkeypatch
-):
-    uploaded, most = {True: [], False: []}, {True: 0, False: 0}  # True: at a boundary
+@pytest.mark.parametrize("changes", [{"staleness": 2}, {"rolling": False}], ids=str)
+def test_the_formula_limits_the_updates_that_wait_on_the_device(changes, monkeypatch):
+    uploaded, most = [], 0
 
     def upload(*args):
+        nonlocal most
         arrays = memory.upload(*args)
-        late = threading.current_thread() is threading.main_thread()
-        uploaded[late].extend(map(weakref.ref, jax.tree.leaves(arrays)))
-        alive = [x for x in (ref() for ref in uploaded[late]) if x is not None]
-        size = sum(x.nbytes for x in alive if not x.is_deleted())
-        most[late] = max(most[late], size)
+        uploaded.extend(map(weakref.ref, jax.tree.leaves(arrays)))
+        alive = [x for x in (ref() for ref in uploaded) if x is not None]
+        most = max(most, sum(x.nbytes for x in alive if not x.is_deleted()))
         return arrays
 
     # No channels are selected, because hand-overs are uploads, too.
     settings = Settings(**{**vars(SETTINGS), "topk_ratio": 0.0, **changes})
     leaves = tuple(Leaf(f"w{i}", (8, 8 + i), -2, "bfloat16") for i in range(6))
-    with Training(leaves, settings, prefetch_bytes=prefetch_bytes) as training:
-        need = needs_of(training.state, prefetch_bytes=prefetch_bytes)
-        uploads, at_boundary = need["device"]["uploads"], need["device"]["late uploads"]
-        assert prefetched in (None, uploads)
+    with Training(leaves, settings) as training:
         for module in (updates, worker):
             monkeypatch.setattr(module, "upload", upload)
-        late = []
         for _ in range(12):
             training.go(1)
             training.settle()
             jax.block_until_ready(training.params)
-            late.append(training.engine._updates.late_bytes)
-        assert (most[False], most[True]) == (uploads, at_boundary)
-        assert late[-1] - late[-4] == 3 * need["exposed"]
+        assert most == needs_of(training.state)["device"]["uploads"]
 
 
 def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():

@@ -95,19 +95,6 @@ def test_a_plan_uses_the_engines_formulas_and_a_checkpoints_arrays():
     assert plan.checkpoint == pytest.approx(arrays + kept, rel=0.02)
 
 
-def test_the_peak_excludes_late_uploads_and_loops_wait_for_them():
-    plan, late = (library.plan(*step_of(), prefetch_bytes=x) for x in (None, 0))
-    uploads = plan.device["uploads"]
-    assert (late.device["uploads"], late.device["late uploads"]) == (0, uploads)
-    assert late.exposed == pytest.approx(late.to_device, rel=1e-3)
-    assert plan.exposed == 0
-    # A boundary needs weights, state and uploads; a step may need more or less.
-    assert late.device_bytes == plan.device_bytes
-    step = plan.device_bytes - uploads
-    assert late.with_peak(step + 8).device_bytes == late.device_bytes
-    assert late.with_peak(step + uploads + 8).device_bytes == step + uploads + 8
-
-
 def test_a_step_takes_as_long_as_its_slowest_resource():
     plan, offload = library.plan(*step_of()), library.plan(*step_of("offload"))
     fast, slow = (dataclasses.replace(plan, host_bandwidth=x) for x in (1e15, 1e3))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
         self, directory: epath.PathLike, args: "EngineSave"
     ) -> list[future.Future] | None:
         """Starts writing the state of the engine in `args` to `directory`; called by orbax."""
-        folder = Path(directory)
+        folder = _folder(directory)
         snapshot = args.engine.snapshot(args.copy_bytes)
 
         async def write() -> None:
@@ -53,14 +54,24 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.PathLike, args: "EngineSave") -> None:
         """Writes the state of the engine in `args` to `directory` before returning."""
-        args.engine.snapshot(args.copy_bytes).write(Path(directory))
+        folder = _folder(directory)
+        args.engine.snapshot(args.copy_bytes).write(folder)
 
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
     ) -> dict[str, Any]:
         """Restores the state that `EngineSave` wrote to `directory`; `args` may be None."""
         del args
-        return read_engine_state(Path(directory))
+        return read_engine_state(_folder(directory))
+
+
+def _folder(directory: epath.PathLike) -> Path:
+    if "://" in os.fspath(directory):
+        raise ValueError(
+            f"{directory} is not on a file system. Save to a folder, or save `engine.state()` with "
+            '`ocp.args.StandardSave` (docs/checkpoints.md, "Other ways to save").'
+        )
+    return Path(directory)
 
 
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_save=True)

@@ -7,10 +7,9 @@ no token, so the engine's state contains their checksum.
 """
 
 import contextlib
-import dataclasses
 import secrets
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,72 +17,46 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from zenflow_jax._checkpoint.tree import (
-    SUMS,
-    arrays_of_leaves,
-    decoded,
-    first_run_state,
-    options_of,
-    place_of,
-)
+from zenflow_jax._checkpoint.tree import SUMS, arrays_of_leaves, decoded, options_of, place_of
+from zenflow_jax._device.checksums import checksums
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part
 from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host.state import HostState
-from zenflow_jax._spec.leaf import LeafSpec
+from zenflow_jax._host.state import HostLeaf, HostState
 from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax._version import LAYOUT_NAME
 
 
-class Joining:
-    """Joins an engine's processes into one run, in the block that makes the engine's parts.
+@contextlib.contextmanager
+def failing_together(devices: Collection[Any]) -> Iterator[None]:
+    """After an error in the block, also raises one in the other processes, in their `agree`."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(ValueError):
+            agree(str(error), 0, 0, devices)
+        raise
 
-    At the block's end, all processes agree on the run's `number`. After an error in the block, in
-    any process, all processes raise an error; nobody waits for the process that failed.
-    """
 
-    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array], engine_state: PyTree):
-        self.number = 0  # known at the end
-        self._state, self._saved = state, engine_state
-        self._moment = int(read(state.step)), int(read(state.token))
-        self._devices = devices_of(weights)
-        # Before the block, because all processes must run this program.
-        specs = [leaf.spec for leaf in state.leaves]
-        self._params = 0 if engine_state is None else checksum(weights, specs)
-
-    def __enter__(self) -> "Joining":
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self.number = agree(None, *self._moment, self._devices)
-        elif isinstance(error, Exception):
-            with contextlib.suppress(ValueError):
-                agree(str(error), *self._moment, self._devices)
-
-    def run_state(self) -> RunState:
-        """Returns the saved run's state, if it fits this run, or a new run's state."""
-        if self._saved is None:
-            return first_run_state(self._state)
-        return check_resumed(self._saved, self._state)
-
-    def resume(
-        self, run: RunState, offloaded: OffloadedLeaves, worker: Worker, updates: Updates
-    ) -> None:
-        """Resumes the saved run, if any."""
-        skipped = int(read(self._state.skipped))
-        worker.stats = dataclasses.replace(worker.stats, skipped_steps=skipped)
-        if self._saved is None or not offloaded.specs:
-            return  # without offloaded leaves, the whole state is in the optimizer state
-        _check_same_run(run, *self._moment, self._params)
-        _check_selection(offloaded, self._state)
-        before = _resume_host(worker.host, run, self._saved["leaves"], offloaded)
-        updates.note_channels(self._state.leaves)
-        updates.resume(run.pending, before)
+def resume_run(
+    saved: PyTree,
+    run: RunState,
+    state: ZenFlowState,
+    params: int,
+    offloaded: OffloadedLeaves,
+    worker: Worker,
+    updates: Updates,
+) -> None:
+    """Resumes a saved run, with parameters that have this checksum."""
+    if not offloaded.specs:
+        return  # the whole state is in the optimizer state
+    _check_same_run(run, int(read(state.step)), int(read(state.token)), params)
+    _check_selection(worker.leaves())
+    _resume_host(worker.host, run, saved["leaves"], offloaded)
+    updates.resume(run.pending)
 
 
 def _check_same_run(run: RunState, step: int, token: int, params: int) -> None:
@@ -102,41 +75,33 @@ def _check_same_run(run: RunState, step: int, token: int, params: int) -> None:
     )
 
 
-def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
+def _check_selection(leaves: Sequence[HostLeaf]) -> None:
     """Rejects channels that were selected with fewer devices along their axis."""
-    states = offloaded.pick(state.leaves)
-    for part in offloaded.parts:
-        channels = host_channels(part.of(states[part.leaf].channels), part)
-        if channels.size and not 0 <= channels.min() <= channels.max() < part.spec.n:
+    for leaf in leaves:
+        channels = leaf.channels
+        if channels.size and not 0 <= channels.min() <= channels.max() < leaf.spec.n:
             raise UnfitRunError(
-                f"When the channels of {part.spec.name} were selected, its channel axis was split "
+                f"When the channels of {leaf.spec.name} were selected, its channel axis was split "
                 "over fewer devices than now. Resume with at most as many devices along this axis."
             )
 
 
 def _resume_host(
     host: HostState, run: RunState, leaves: Sequence[Mapping[str, Any]], offloaded: OffloadedLeaves
-) -> list[np.ndarray]:
-    """Copies saved arrays into a new host state's arrays, a part at a time.
-
-    Returns each part's channels that were selected in the pending update's window.
-    """
-
-    def saved(part: Part, *names: str) -> dict[str, np.ndarray]:
-        leaf, spec = leaves[part.leaf], offloaded.specs[part.leaf]
-        return {name: leaf[name][place_of(name, part, spec)] for name in names}
-
-    def arrays(part: Part) -> dict[str, np.ndarray]:
-        sums = SUMS if run.counted[part.spec.group] else ()
-        return saved(part, "master", "mu", "nu", "steps", *sums)
-
+) -> None:
+    """Copies saved arrays into a new host state's arrays, a part at a time."""
     # Arrays from files are lazy, and stay so.
     leaves = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, leaves)
+
+    def arrays(part: Part) -> dict[str, np.ndarray]:
+        spec, counted = offloaded.specs[part.leaf], run.counted[part.spec.group]
+        names = [name for name in leaves[part.leaf] if counted or name not in SUMS]
+        saved = {name: leaves[part.leaf][name][place_of(name, part, spec)] for name in names}
+        if spec.k:
+            saved["before"] = saved["before"] - part.first
+        return saved
+
     host.resume(map(arrays, offloaded.parts), run.counted, closed=sum(run.window_lengths))
-    return [
-        saved(part, "before")["before"] if part.spec.k else np.zeros((*part.spec.stack, 0), "i4")
-        for part in offloaded.parts
-    ]
 
 
 def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
@@ -156,7 +121,9 @@ def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
         if old.get(name) != new.get(name):
             raise UnfitRunError(
                 f"This run differs from the saved run: {name} is {new.get(name)}, but was "
-                f"{old.get(name)}. {_MAY_CHANGE}"
+                f"{old.get(name)}. Resume with the saved run's parameters and options, and on a "
+                "mesh that divides channels and layers alike; docs/checkpoints.md, "
+                '"What may change", lists the rest.'
             )
     expected = arrays_of_leaves(state)
     # Otherwise a slice of a larger array would fit.
@@ -168,15 +135,9 @@ def check_resumed(saved: PyTree, state: ZenFlowState) -> RunState:
     return run
 
 
-_MAY_CHANGE = (
-    "Resume with the saved run's parameters and options, and on a mesh that divides channels and "
-    'layers alike; docs/checkpoints.md, "What may change", lists the rest.'
-)
-
-
-def checksum(weights: Sequence[jax.Array], specs: Sequence[LeafSpec]) -> int:
+def checksum(weights: Sequence[jax.Array]) -> int:
     """Returns a positive checksum over all bits of the parameters, the same on any mesh."""
-    sums = np.array(jax.device_get(fingerprints(weights, specs)), np.uint32)
+    sums = np.array(jax.device_get(checksums(weights)), np.uint32)
     return (zlib.crc32(sums.tobytes()) & 0x7FFFFFFF) or 1
 
 

@@ -8,10 +8,8 @@ import contextlib
 import dataclasses
 import operator
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,10 @@ import numpy as np
 
 from zenflow_jax._checkpoint.resume import checksum, gather
 from zenflow_jax._checkpoint.stored import write_state
-from zenflow_jax._checkpoint.tree import (
-    SUMS,
-    arrays_of_leaves,
-    encoded,
-    place_of,
-)
+from zenflow_jax._checkpoint.tree import SUMS, arrays_of_leaves, encoded, place_of
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
-from zenflow_jax._exchange.progress import Lifecycle, Progress
-from zenflow_jax._exchange.tokens import Tokens
-from zenflow_jax._exchange.updates import Updates
+from zenflow_jax._exchange.parts import OffloadedLeaves
+from zenflow_jax._exchange.progress import RunState
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import aligned_zeros
@@ -43,97 +34,6 @@ from zenflow_jax._version import LAYOUT_NAME
 _CHUNK = 1024 * 1024
 # The interval at which a waiting thread checks whether it should end.
 _POLL_S = 0.1
-
-
-class Saver:
-    """Saves an engine's state. Must be used on the engine's calling thread, with an idle worker."""
-
-    def __init__(
-        self,
-        state: ZenFlowState,
-        weights: Sequence[jax.Array],
-        offloaded: OffloadedLeaves,
-        host_kernel: str,
-        tokens: Tokens,
-        worker: Worker,
-        progress: Progress,
-        updates: Updates,
-        lifecycle: Lifecycle,
-    ):
-        self._devices = devices_of(weights)
-        self.note(weights)
-        self._abstract = jax.eval_shape(lambda x: x, state)  # does not keep arrays alive
-        self._offloaded, self._host_kernel = offloaded, host_kernel
-        self._worker, self._tokens = worker, tokens
-        self._progress, self._updates, self._lifecycle = progress, updates, lifecycle
-        self._unsaved: list[Snapshot] = []  # of saves that may still be running
-        worker.host.before_write = self._before_write
-
-    def note(self, weights: Sequence[jax.Array]) -> None:
-        """Records the caller's current parameters, without keeping them alive."""
-        self._weights = [weakref.ref(x) for x in weights]
-
-    def has_noted(self, weights: Sequence[jax.Array]) -> bool:
-        """Returns whether `weights` are the last noted parameters."""
-        return all(x is known() for x, known in zip(weights, self._weights, strict=True))
-
-    def _before_write(self, i: int) -> None:
-        """Waits until no checkpoint still needs the arrays of part `i`."""
-        for unsaved in self._unsaved:
-            if not unsaved.done:
-                self._worker.pause(partial(unsaved.before_write, i))
-
-    def _checksum(self) -> int:
-        """Returns the parameters' checksum; 0 before the first step, or if any was freed."""
-        weights = [x for known in self._weights if (x := known()) is not None]
-        # Before the first step, other parameters may be loaded.
-        alive = self._progress.step > 0 and len(weights) == len(self._weights)
-        alive = alive and not any(x.is_deleted() for x in weights)
-        # Other processes may have freed more, but all must run the same programs.
-        if not all(known for (known,) in gather([alive], self._devices).values()):
-            return 0
-        return checksum(weights, [leaf.spec for leaf in self._abstract.leaves])
-
-    def snapshot(self, copy_bytes: int | None) -> "EngineSnapshot":
-        """Returns the state without a copy, to be written while the run continues."""
-        pending = self._updates.wait()
-        run = dataclasses.replace(
-            self._progress.before_next_step(),
-            pending=pending,
-            token=self._tokens.number,
-            params=self._checksum(),
-            counted=[window.counted for window in self._worker.host.open],
-        )
-        leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
-        if copy_bytes is None:
-            copy_bytes = sum(leaf.master.size for leaf in leaves)
-        parts, places, before, then = self._offloaded.parts, {}, {}, self._updates.before
-        saved = [i for i, part in enumerate(parts) if part.saved]
-        # Parts whose windows close next are written first.
-        saved.sort(key=lambda i: (-run.open_steps[parts[i].spec.group], parts[i].spec.group))
-        for i in saved:
-            part, selected = parts[i], then[i]
-            spec, counted = self._offloaded.specs[part.leaf], run.counted[part.spec.group]
-            names = [name for name in arrays[part.leaf] if counted or name not in SUMS]
-            places[i] = {name: place_of(name, part, spec) for name in names}
-            # A sum, because a live view of a device's array would block its donation.
-            before[i] = (leaves[i].channels if selected is None else selected) + part.first
-        adam = HostAdam(self._host_kernel, 1)
-        copy = partial(HostLeaf.copy, adam=adam)
-        snapshot = EngineSnapshot(
-            leaf_of=[part.leaf for part in parts],
-            arrays=arrays,
-            run=encoded(run, self._abstract),
-            moment=f"step {run.step}, token {run.token}",
-            before=before,
-            adam=adam,
-            places=places,
-            unsaved=Snapshot({i: leaves[i] for i in saved}, copy_bytes, copy),
-            processes=sorted({device.process_index for device in self._devices}),
-        )
-        self._unsaved = [*(x for x in self._unsaved if not x.done), snapshot.unsaved]
-        self._lifecycle.saves(snapshot.written)
-        return snapshot
 
 
 class Snapshot:
@@ -214,27 +114,61 @@ class Snapshot:
         return self._in_use == i or (i in self._unsaved and i not in self._copied)
 
 
-@dataclass(frozen=True, eq=False)
 class EngineSnapshot:
-    """An engine's state at one moment, to be copied or written once, by any thread."""
+    """An engine's state at one moment, to be copied or written once, by any thread.
 
-    leaf_of: Sequence[int]  # each part's leaf
-    arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # for each offloaded leaf
-    run: np.ndarray  # the encoded run state, which is equal in all processes
-    moment: str  # equal in all processes, and only there
-    before: Mapping[int, np.ndarray]  # for each saved part, the array of that name
-    adam: HostAdam  # sums mail, on the calling thread
-    # For each saved part, the places of its arrays in the leaf's arrays; empty sums are left out.
-    places: Mapping[int, Mapping[str, tuple[slice, ...]]]
-    unsaved: Snapshot  # the host's arrays of these parts
-    processes: Sequence[int]  # ascending; each writes a file
-    written: Future = field(default_factory=Future)  # cancelled if the state was not saved
+    Takes an idle worker's arrays without a copy, while the run continues. `state` may be abstract.
+    `run` lacks the worker's counts and the checksum of `weights`, which is None if some of these
+    were freed.
+    """
+
+    def __init__(
+        self,
+        state: ZenFlowState,
+        run: RunState,
+        weights: Sequence[jax.Array] | None,
+        offloaded: OffloadedLeaves,
+        worker: Worker,
+        devices: Collection[Any],
+        copy_bytes: int | None,
+    ):
+        run = dataclasses.replace(run, counted=list(worker.host.counted), params=0)
+        # Before the first step, other parameters may be loaded. Other processes may have freed
+        # more, but all must run the same programs.
+        known = run.step > 0 and weights is not None
+        if all(each for (each,) in gather([known], devices).values()) and weights is not None:
+            run.params = checksum(weights)
+        self._run = encoded(run, state)  # equal in all processes
+        self._moment = f"step {run.step}, token {run.token}"  # equal there, and only there
+        self.processes = sorted({device.process_index for device in devices})  # each writes a file
+        self.written = Future()  # cancelled if the state was not saved
+        self._parts, self._arrays = offloaded.parts, arrays_of_leaves(state)
+        leaves = worker.leaves()
+        saved = [i for i, part in enumerate(self._parts) if part.saved]
+        groups = {i: self._parts[i].spec.group for i in saved}
+        # Parts whose windows close next are written first.
+        saved.sort(key=lambda i: (-run.open_steps[groups[i]], groups[i]))
+        # For each saved part, the places of its arrays in the leaf's arrays, without empty sums.
+        self._places = {
+            i: {
+                name: place_of(name, self._parts[i], offloaded.specs[self._parts[i].leaf])
+                for name in self._arrays[self._parts[i].leaf]
+                if run.counted[groups[i]] or name not in SUMS
+            }
+            for i in saved
+        }
+        self._adam = HostAdam(worker.kernel, 1)  # sums mail, on the calling thread
+        if copy_bytes is None:
+            copy_bytes = sum(leaf.master.size for leaf in leaves)
+        copy = partial(HostLeaf.copy, adam=self._adam)
+        self.unsaved = Snapshot({i: leaves[i] for i in saved}, copy_bytes, copy)
+        worker.unsaved = [*(x for x in worker.unsaved if not x.done), self.unsaved]
 
     def close(self) -> None:
         """Lets the run overwrite all leaves, saved or not. Safe to call twice."""
         self.written.cancel()
         self.unsaved.close()
-        self.adam.close()
+        self._adam.close()
 
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of NumPy arrays, and closes the snapshot."""
@@ -243,45 +177,44 @@ class EngineSnapshot:
                 raise ValueError("Other processes have parts of the state. Save with `EngineSave`.")
             leaves = [
                 {name: aligned_zeros(x.shape, x.dtype) for name, x in arrays.items()}
-                for arrays in self.arrays
+                for arrays in self._arrays
             ]
             for i, leaf in self.unsaved.leaves():
-                for name, place in self.places[i].items():
+                for name, place in self._places[i].items():
                     chunks = [x.reshape(-1) for _, x in self._elements(i, leaf, name)]
                     piece = np.concatenate(chunks).reshape(_size(place))
-                    leaves[self.leaf_of[i]][name][place] = piece
+                    leaves[self._parts[i].leaf][name][place] = piece
             self.written.set_result(None)
-            return {"leaves": leaves, LAYOUT_NAME: self.run}
+            return {"leaves": leaves, LAYOUT_NAME: self._run}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file to an existing folder, and closes the snapshot."""
         pieces = {
-            self._piece(i, name): (self._array(i, name).dtype, _size(place))
-            for i, places in self.places.items()
+            self._piece(i, name): (self._arrays[self._parts[i].leaf][name].dtype, _size(place))
+            for i, places in self._places.items()
             for name, place in places.items()
         }
         chunks = (
             (self._piece(i, name), *chunk)
             for i, leaf in self.unsaved.leaves()
-            for name in self.places[i]
+            for name in self._places[i]
             for chunk in self._elements(i, leaf, name)
         )
-        same = self.processes, self.moment, {LAYOUT_NAME: self.run}, self.arrays
+        same = self.processes, self._moment, {LAYOUT_NAME: self._run}, self._arrays
         with contextlib.closing(self):
             write_state(folder, *same, pieces, chunks)
             self.written.set_result(None)
 
-    def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
-        return self.arrays[self.leaf_of[i]][name]
-
     def _piece(self, i: int, name: str) -> str:
-        start = ",".join(str(s.start) for s in self.places[i][name])
-        return f"leaves/{self.leaf_of[i]}/{name}@{start}"
+        start = ",".join(str(s.start) for s in self._places[i][name])
+        return f"leaves/{self._parts[i].leaf}/{name}@{start}"
 
     def _elements(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the elements of part `i`'s array in chunks, each with its first index."""
-        if name in ("steps", "before"):
-            yield 0, leaf.steps if name == "steps" else self.before[i]
+        if name == "steps":
+            yield 0, leaf.steps
+        elif name == "before":
+            yield 0, leaf.before + self._parts[i].first
         elif name in SUMS:
             for begin in range(0, leaf.master.size, _CHUNK):
                 sums = self._sums(leaf, begin, min(begin + _CHUNK, leaf.master.size))
@@ -296,7 +229,7 @@ class EngineSnapshot:
             for x, whole in zip(sums, window.sums.flat, strict=True):
                 np.copyto(x, whole[begin:end])
         kept = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.kept]
-        self.adam.accumulate(sums, kept, first=window.sums is None)
+        self._adam.accumulate(sums, kept, first=window.sums is None)
         return sums
 
 

@@ -70,16 +70,11 @@ def abstract_engine_state(opt_state: PyTree) -> dict[str, Any]:
         (8, 4)
     """
     state = find_state(opt_state)
-    run = encoded(first_run_state(state), state)
+    run = encoded(RunState.first(state), state)
     return {
         "leaves": arrays_of_leaves(state),
         LAYOUT_NAME: jax.ShapeDtypeStruct(run.shape, run.dtype),
     }
-
-
-def first_run_state(state: ZenFlowState) -> RunState:
-    """Returns the run state before the first step; `state` may be from any step."""
-    return RunState.first(state.schedule, sum(not leaf.spec.resident for leaf in state.leaves))
 
 
 def encoded(run: RunState, state: ZenFlowState) -> np.ndarray:
@@ -93,24 +88,18 @@ def encoded(run: RunState, state: ZenFlowState) -> np.ndarray:
         return json.dumps(tree, default=lambda x: x.tolist())
 
     # A checkpoint library needs the size before it reads the array.
-    first = text(first_run_state(state))
+    first = text(RunState.first(state))
     size = len(first) + _NUMBER * (first.count(",") + 1)
     return np.frombuffer(text(run).ljust(size).encode(), np.uint8)
 
 
 def decoded(array: Any, state: ZenFlowState) -> tuple[RunState, dict[str, Any]]:
     """Returns the run state and options of an `encoded` array; `state` as in `encoded`."""
-    like = first_run_state(state)
-    try:
-        tree = json.loads(bytes(np.asarray(array)))
-        options = tree.pop("options")
-        saved = zip(tree.pop("schedule_state"), like.schedule_state, strict=True)
-        schedule_state = ScheduleState._make(np.asarray(x, y.dtype)[()] for x, y in saved)
-        return RunState(**tree, schedule_state=schedule_state), options
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"The run state in `engine_state` is damaged: {error}. Use another checkpoint."
-        ) from error
+    tree = json.loads(bytes(np.asarray(array)))
+    options, like = tree.pop("options"), RunState.first(state).schedule_state
+    saved = zip(tree.pop("schedule_state"), like, strict=True)
+    schedule_state = ScheduleState._make(np.asarray(x, y.dtype)[()] for x, y in saved)
+    return RunState(**tree, schedule_state=schedule_state), options
 
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:

@@ -110,10 +110,6 @@ class Shard:
         """Sums over the devices that work on different channels; the counterpart of `sum`."""
         return _psum(x, [x for x, apart in self._divisions() if apart])
 
-    def sum_blocks(self, x: jax.Array) -> jax.Array:
-        """Sums over the devices that hold different blocks."""
-        return _psum(x, [name for names in self._block_axes for name in names])
-
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
         """Sums over all devices, including replicas."""
         return _psum(x, self._names)

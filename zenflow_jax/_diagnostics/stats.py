@@ -74,15 +74,10 @@ class EngineStats:
         return sum(self.seconds.get(kind, 0.0) for kind in kinds)
 
 
-def check_skipped_steps(in_a_row: int, step: int, limit: int | None) -> None:
-    """Warns about consecutive skipped steps up to `step`; raises an error at `limit`."""
-    if limit is not None and in_a_row >= limit:
-        raise FloatingPointError(
-            f"The gradients of the last {in_a_row} steps, up to step {step}, were not finite, and "
-            f"`max_skipped` is {limit}. {_REMEDY}"
-        )
+def warn_of_skipped_steps(in_a_row: int, step: int) -> None:
+    """Warns of 3, 30, 300 and more consecutive skipped steps, up to `step`."""
     if in_a_row in (_MANY * 10**power for power in range(9)):
         _logger.warning(
             f"zenflow skipped the last {in_a_row} steps, up to step {step}, because their "
-            f"gradients were not finite. {_REMEDY} To make this an error, pass `max_skipped`."
+            f"gradients were not finite. {_REMEDY}"
         )

@@ -4,7 +4,6 @@ Each call compares shardings with the last correct shardings, because a compiled
 same objects every time.
 """
 
-import logging
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +21,6 @@ from zenflow_jax._device.placing import (
 )
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._spec.leaf import as_pure
-
-_logger = logging.getLogger("zenflow_jax")
 
 
 def checked(params: PyTree, opt_state: PyTree, fresh: bool) -> tuple[ZenFlowState, list[Any]]:
@@ -69,7 +66,7 @@ class StateChecker:
             check_in_place(state, weights)
             self._state_shardings = shardings
 
-    def take(self, params: PyTree) -> CallerTree:
+    def params(self, params: PyTree) -> CallerTree:
         """Splits parameters into leaves; rejects different shapes, dtypes or placements."""
         taken = match_leaves(params, self._specs)
         shardings = [getattr(weight, "sharding", None) for weight in taken.weights]

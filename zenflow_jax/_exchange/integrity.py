@@ -21,7 +21,6 @@ from jaxtyping import Array
 from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import first_names
-from zenflow_jax._device.memory import read
 from zenflow_jax._device.shards import (
     BLOCK,
     CHANNELS,
@@ -54,16 +53,16 @@ class Integrity:
     """
 
     def __init__(self, state: ZenFlowState, *, everything: bool):
-        self._error, self._step = "", int(read(state.step))
-        self._unread: deque[tuple[int, Sequence[str], Sequence[Array]]] = deque()
-        self._specs = [leaf.spec for leaf in state.leaves]
+        self._error = ""
+        self._unread: deque[tuple[int, Sequence[int], Sequence[Array]]] = deque()
+        self._names = [leaf.spec.name for leaf in state.leaves]
         # Runs that differ only in windows and selections share programs.
         same = {"window": 1, "select": 1, "groups": 1, "staleness": None, "window_scaling": False}
         same |= {"auto_window": None, "auto_select": None}
         share = state.schedule.provisional_share or 0.0
         schedule = dataclasses.replace(state.schedule, **same, provisional_share=share)
         self._schedule, self._all = schedule, everything
-        compared = [i for i, spec in enumerate(self._specs) if 0 not in spec.shape]
+        compared = [i for i, leaf in enumerate(state.leaves) if 0 not in leaf.spec.shape]
         # Each comparison's leaves are spread over the whole tree.
         count = min(len(compared), 1) if everything else -(-len(compared) // _LEAVES)
         self._turns = deque(compared[first::count] for first in range(count))
@@ -72,10 +71,10 @@ class Integrity:
     def check(self, until: int) -> None:
         """Waits for counts of steps up to `until`; raises an error if any was ever nonzero."""
         while not self._error and self._unread and self._unread[0][0] <= until:
-            step, names, counts = self._unread[0]
+            step, turn, counts = self._unread[0]
             values = jax.device_get(counts)  # every device has all counts
             self._unread.popleft()  # last: an interrupted wait must not lose a comparison
-            changed = [name for name, count in zip(names, values, strict=True) if count]
+            changed = [self._names[i] for i, count in zip(turn, values, strict=True) if count]
             if changed:
                 self._error = (
                     f"Something other than zenflow changed {first_names(changed)} in or after step "
@@ -93,19 +92,19 @@ class Integrity:
             self._before = [_note(weights[i], _alone(leaves[i]), self._all) for i in self._turns[0]]
 
     def step_made(
-        self, weights: Sequence[Array], leaves: Leaves, step_scalars: StepScalars
+        self, step: int, weights: Sequence[Array], leaves: Leaves, step_scalars: StepScalars
     ) -> None:
         """Compares the step's results with the values that were noted before the step."""
-        self._step += 1
         self._since += 1
         if not self._before:
             return
         shared = step_scalars, self._schedule, self._all
-        pairs = zip(self._turns[0], self._before, strict=True)
+        turn = self._turns[0]
+        pairs = zip(turn, self._before, strict=True)
         # Scalars stay separate, because no arrays are joined outside programs: some GPUs compute
         # single operations incorrectly (jax-ml/jax#40633).
         counts = [_compare(weights[i], old, _alone(leaves[i]), *shared) for i, old in pairs]
-        self._unread.append((self._step, [self._specs[i].name for i in self._turns[0]], counts))
+        self._unread.append((step, turn, counts))
         self._turns.rotate(-1)
         self._before = []
 

@@ -23,9 +23,8 @@ from zenflow_jax._spec.scalars import StepScalars
 class Mailbox:
     """Sends mail from the caller's side. Must be used from one thread only."""
 
-    def __init__(self, worker: Worker, state: ZenFlowState):
-        self.tokens = Tokens(state)
-        self._worker = worker
+    def __init__(self, worker: Worker, state: ZenFlowState, tokens: Tokens):
+        self._worker, self._tokens = worker, tokens
         self._sending = state.send_gradients
         self._placeholders = state.mail, state.step_scalars
         # Whether each leaf still owns its placeholder. A step with a branch reads placeholders, and
@@ -42,7 +41,7 @@ class Mailbox:
             self._take_back()
         # Call this before posting the mail: it releases the GIL, and after posting, the caller
         # would get the GIL back only when the worker's threads have visited every leaf.
-        token = self.tokens.advance(step, state.token)
+        token = self._tokens.advance(step, state.token)
         gradients = [x for x in state.mail if x is not None]
         mail = Mail(step, token, gradients, state.step_scalars, not self._sending.in_step)
         self._worker.post(mail)
@@ -63,7 +62,7 @@ class Mailbox:
         return state._replace(
             leaves=state.leaves.replace(leaves),
             mail=mail,
-            token=self.tokens.last,
+            token=self._tokens.last,
             step_scalars=step_scalars,
         )
 

@@ -16,10 +16,6 @@ class _Message:
     begun: bool = False  # whether the worker has started it
     arrived: Future | None = None  # resolves to the arrays in host memory; None without arrays
 
-    def arrays(self) -> Any:
-        assert self.arrived is not None, "the message has no arrays"
-        return self.arrived.result()
-
     @property
     def promises(self) -> list[Future]:
         return [self.done]
@@ -66,10 +62,10 @@ class Mail(_Message):
 class Update(_Message):
     """A group's update, from the end of its window until the caller has merged it.
 
-    `done` resolves to its uploads, for each part and device. Parts that are not prefetched have
-    none. If no step in the window counted, the list is empty. Channels may be handed over first:
-    the worker owns the leaving arrays until `entered` resolves to the newly selected channels'
-    arrays, (master, mu, nu, steps) or None, for each part and device.
+    `done` resolves to its uploads, for each part and device; if no step in the window counted, the
+    list is empty. Channels may be handed over first: the worker owns the leaving arrays until
+    `entered` resolves to the newly selected channels' arrays, (master, mu, nu, steps) or None, for
+    each part and device.
     """
 
     group: int

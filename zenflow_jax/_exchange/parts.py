@@ -7,7 +7,6 @@ a mesh list their local pieces in the same order; a device's place in this order
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,9 +16,7 @@ from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import read, shape_with_rank, without_units
 from zenflow_jax._device.shards import Shard
-from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.state import HostState
+from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._spec.groups import group_specs
 from zenflow_jax._spec.leaf import LeafSpec
 
@@ -31,7 +28,6 @@ class Part:
     """One part of a leaf; each of its arrays is on a single device."""
 
     leaf: int  # number among the offloaded leaves
-    piece: int  # number of the device's piece; all ranges of a stacked leaf share a piece
     spec: LeafSpec  # the spec as if the part were the whole leaf, in the host's axis order
     index: tuple[slice, ...]  # the part's place in the leaf, in the same order
     first: int  # the number of its first channel in the leaf
@@ -62,29 +58,24 @@ class OffloadedLeaves:
     places: tuple[int, ...]  # each leaf's index in the state
     specs: tuple[LeafSpec, ...]
     parts: tuple[Part, ...]
-    prefetched: tuple[bool, ...]  # for each part, whether the worker uploads its update
     groups: tuple["Group", ...]
-    shardings: tuple[Any, ...]  # for arrays assembled from parts
 
     @classmethod
-    def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
-        """Finds a state's offloaded leaves, of which `prefetch_bytes` per device are prefetched."""
+    def of(cls, state: ZenFlowState) -> "OffloadedLeaves":
+        """Finds a state's offloaded leaves."""
         places = [i for i, leaf in enumerate(state.leaves) if not leaf.spec.resident]
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
         groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))
-        early = within(specs, prefetch_bytes)
-        prefetched = tuple((part.leaf, part.spec.start) in early for part in parts)
-        shardings = tuple(part_sharding(state.leaves[i].mu, state.leaves[i].spec) for i in places)
-        return cls(tuple(places), specs, parts, prefetched, groups, shardings)
+        return cls(tuple(places), specs, parts, groups)
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
         """Returns the part numbers of each piece: a single part, or its ranges in order."""
-        numbers: dict[int, list[int]] = {}
-        for i, part in enumerate(self.parts):
-            numbers.setdefault(part.piece, []).append(i)
-        return tuple(map(tuple, numbers.values()))
+        by_piece = itertools.groupby(
+            range(len(self.parts)), key=lambda i: (self.parts[i].leaf, self.parts[i].positions)
+        )
+        return tuple(tuple(numbers) for _, numbers in by_piece)
 
     def pick(self, values: Iterable[_T]) -> list[_T]:
         every = list(values)
@@ -128,7 +119,6 @@ class Group:
 def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     """Finds this process's parts of offloaded leaves, by the sharding of their mail."""
     parts: list[Part] = []
-    pieces = itertools.count()
     for number, (leaf, sent) in enumerate(zip(specs, mail, strict=True)):
         spec = leaf.on_host
         axis = spec.axis
@@ -144,7 +134,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
             holders.setdefault(key, []).append((position, shard.device, shard.replica_id))
         for key, held in holders.items():
             positions, devices, replicas = zip(*held, strict=True)
-            piece, index = next(pieces), tuple(slice(*ends) for ends in key)
+            index = tuple(slice(*ends) for ends in key)
             for part in spec.ranges:
                 if part.start is not None:
                     layers = slice(part.start, part.start + part.shape[0])
@@ -152,7 +142,6 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
                 parts.append(
                     Part(
                         leaf=number,
-                        piece=piece,
                         spec=Shard(part).part,
                         index=index,
                         first=key[axis][0],
@@ -164,42 +153,8 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     return parts
 
 
-def within(specs: Sequence[LeafSpec], budget: int | None) -> set[tuple[int, int | None]]:
-    """Returns the first ranges, (leaf, start), that fit in `budget` bytes on each device."""
-    used, fits = 0, set()
-    for leaf, spec in enumerate(specs):
-        for part in spec.ranges:
-            size = math.prod(Shard(part).part.shape) * part.dtype.itemsize
-            if budget is None or used + size <= budget:
-                used += size
-                fits.add((leaf, part.start))
-    return fits
-
-
 def devices_of(weights: Sequence[jax.Array]) -> set[Any]:
     return {device for weight in weights for device in weight.sharding.device_set}
-
-
-def new_host_state(
-    weights: Sequence[jax.Array],
-    state: ZenFlowState,
-    offloaded: OffloadedLeaves,
-    adam: HostAdam,
-    *,
-    compact: bool,
-) -> HostState:
-    """Makes the host's arrays from the parameters of the offloaded leaves."""
-    parts, states, specs = offloaded.parts, offloaded.pick(state.leaves), offloaded.specs
-    return HostState(
-        [part.spec for part in parts],
-        # A generator, because apart from the masters there is room for a copy of only one part.
-        (host_part(weights[part.leaf], part, specs[part.leaf]) for part in parts),
-        (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
-        adam,
-        state.schedule,
-        offloaded.pieces,
-        compact=compact,
-    )
 
 
 def host_part(weight: jax.Array, part: Part, spec: LeafSpec) -> np.ndarray:
@@ -257,29 +212,3 @@ def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[_T]]) -> list[list[
     for part, on_devices in zip(parts, pieces, strict=True):
         by_position[part.leaf].update(zip(part.positions, on_devices, strict=True))
     return [[x for _, x in sorted(leaf.items())] for leaf in by_position]
-
-
-def replace_selection(
-    leaf: LeafState,
-    chosen: jax.Array,
-    scores: jax.Array,
-    pieces: Sequence[tuple[jax.Array, ...] | None],
-) -> tuple[LeafState, jax.Array | None]:
-    """Returns a leaf's state with newly selected channels and their masters."""
-    assert leaf.channels is not None
-    assert leaf.scores is not None
-    leaf = leaf.replace(
-        channels=keep_sharding(chosen, leaf.channels), scores=keep_sharding(scores, leaf.scores)
-    )
-    if leaf.spec.k == 0:
-        return leaf, None
-    master, mu, nu, steps = (
-        assemble(x, old.shape, old.sharding)
-        for x, old in zip(
-            zip(*filter(None, pieces), strict=True),
-            (leaf.mu, leaf.mu, leaf.nu, leaf.steps),
-            strict=True,
-        )
-    )
-    kept = None if leaf.master is None else master
-    return leaf.replace(master=kept, mu=mu, nu=nu, steps=steps), master

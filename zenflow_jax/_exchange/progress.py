@@ -12,15 +12,12 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
+from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._spec.adaptive import ScheduleState
 from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._spec.schedule import Boundary, Schedule
 
 _logger = logging.getLogger("zenflow_jax")
-
-# The status of a group's update: none is pending, a full update is pending, or an empty update is
-# pending because no step in its window counted.
-NONE, PENDING, EMPTY = 0, 1, 2
 
 INTERRUPTED = (
     "The engine's last call was interrupted, so parameters, state and host no longer match. Resume "
@@ -43,21 +40,23 @@ class RunState:
     window_lengths: list[int]  # the number of windows with 0, 1, ... steps
     schedule_state: ScheduleState  # before the next step, without unread statistics
     counted: list[int]  # steps in the open windows' sums; filled in by a save, as all below
-    pending: list[int]  # NONE, PENDING or EMPTY
+    pending: list[int]  # 1 if the group's update has not reached the parameters
     token: int = 0  # for the next step
     params: int = 0  # the parameters' checksum (`_checkpoint/resume.py`); 0 if it is unknown
     step: int = 0  # steps taken so far
     reselections: int = 0  # over all groups, including first selections
 
     @classmethod
-    def first(cls, schedule: Schedule, leaves: int) -> "RunState":
-        """Returns the state before the first step, for `leaves` offloaded leaves."""
+    def first(cls, state: ZenFlowState) -> "RunState":
+        """Returns the state before the first step; `state` may be from any step."""
+        schedule = state.schedule
+        leaves = sum(not leaf.spec.resident for leaf in state.leaves)
         return cls(
             open_steps=[0] * schedule.groups,
             window_lengths=[0] * (schedule.window + 1),
             schedule_state=schedule.first_state(leaves),
             counted=[0] * schedule.groups,
-            pending=[NONE] * schedule.groups,
+            pending=[0] * schedule.groups,
         )
 
 
@@ -78,10 +77,6 @@ class Progress:
     @property
     def step(self) -> int:
         return self.run.step
-
-    @property
-    def open_steps(self) -> list[int]:
-        return self.run.open_steps
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -115,13 +110,6 @@ class Progress:
             for group, open_steps in enumerate(run.open_steps)
         ]
 
-    def step_made(self) -> None:
-        self.run.open_steps = [steps + 1 for steps in self.run.open_steps]
-
-    def window_closed(self, group: int) -> None:
-        self.run.window_lengths[self.run.open_steps[group]] += 1
-        self.run.open_steps[group] = 0
-
     def passed(
         self,
         boundaries: Sequence[Boundary],
@@ -133,6 +121,11 @@ class Progress:
         `measured` contains the kept share of groups whose window closed without a selection.
         """
         self.run.step += 1
+        for group, boundary in enumerate(boundaries):
+            self.run.open_steps[group] += 1
+            if boundary.closes:
+                self.run.window_lengths[self.run.open_steps[group]] += 1
+                self.run.open_steps[group] = 0
         closes = np.array([boundary.closes for boundary in boundaries])
         if not closes.any():
             self._sent = sent if self._schedule.auto_window else None
@@ -154,9 +147,8 @@ class Lifecycle:
         self._pending = pending
         self.interrupted = False  # whether a call ended between parameters, state and host
         self.told = False  # whether the end was reported; only once
-        self._moment = 0
-        self._flushed: int | None = None  # the moment that the last `flush` began
-        self._saves: list[tuple[int, Future]] = []  # of this moment, and earlier ones
+        self._flushed = True  # whether the last call was a `flush`; a new engine has lost nothing
+        self._saves: list[Future] = []  # of this moment
 
     @contextlib.contextmanager
     def change(self, *, flushes: bool = False) -> Iterator[None]:
@@ -166,27 +158,23 @@ class Lifecycle:
         """
         self.interrupted = True
         yield
-        self._moment += 1
-        if flushes:
-            self._flushed = self._moment
+        self._flushed, self._saves = flushes, []
         self.interrupted = False
 
     def saves(self, written: Future) -> None:
         """Adds a save of this moment, whose future is cancelled if the save fails."""
-        self._saves = [*(x for x in self._saves if x[0] == self._moment), (self._moment, written)]
+        self._saves.append(written)
 
     @property
     def lost(self) -> str | None:
         """Describes a loss of updates; None if the last call was a completed `flush`."""
         if self.interrupted:
             return INTERRUPTED
-        return _UPDATES_LOST if self._pending and self._flushed != self._moment else None
+        return _UPDATES_LOST if self._pending and not self._flushed else None
 
     def warn(self, error: BaseException | None = None) -> None:
         """Logs the loss once, unless the training ends with `error` or an exception in progress."""
-        saved = any(moment == self._moment and not x.cancelled() for moment, x in self._saves)
+        saved = any(not written.cancelled() for written in self._saves)
         told, self.told = self.told, True
-        if told or saved or error or sys.exc_info()[0] or not (self._moment or self.interrupted):
-            return
-        if self.lost:
+        if self.lost and not (told or saved or error or sys.exc_info()[0]):
             _logger.warning(self.lost)

@@ -4,6 +4,9 @@ The engine puts a number into the state, the step sends it back in its mail (`Ma
 the state as used. So mail that was lost, and a state of another run or moment, never go unnoticed.
 """
 
+import weakref
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
@@ -19,17 +22,15 @@ class Tokens:
     checkpoint have different tokens.
     """
 
-    def __init__(self, state: ZenFlowState):
+    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array]):
+        self.note(weights)
         self.last = state.token  # the token in the last returned state
         self.number = int(read(state.token))  # the token as a Python number
         self.run = 0  # the run's random number, set once the processes have agreed on it
-        self._stepped = False  # whether the engine has seen a step
-        self._repeated = False  # whether the last returned state was passed again
 
     def advance(self, step: int, like: jax.Array) -> int:
         """Makes the token for the state after `step`; returns the number in the step's mail."""
         number = self.number
-        self._stepped, self._repeated = True, False
         self._make(self.run + step, like)
         return number
 
@@ -38,28 +39,22 @@ class Tokens:
         self._make(self.number + 500_009, like)
         return self.last
 
-    def is_repeated(self, state: ZenFlowState) -> bool:
-        """Returns whether this is the last returned state, passed again for the first time.
+    def note(self, weights: Sequence[jax.Array]) -> None:
+        """Records the parameters of the last returned state, without keeping them alive."""
+        self.noted = [weakref.ref(x) for x in weights]  # a new list for each moment
 
-        Trainers that run their hooks again at the end pass this state. So does a loop that drops
-        its step's results; `check_new_step` then rejects its next step.
-        """
-        if self._repeated or not self._stepped or state.token is not self.last:
-            return False
-        self._repeated = True
-        return True
+    @property
+    def weights(self) -> list[jax.Array] | None:
+        """Returns these parameters, or None if any was freed."""
+        weights = [x for ref in self.noted if (x := ref()) is not None and not x.is_deleted()]
+        return weights if len(weights) == len(self.noted) else None
 
     def check_new_step(self, state: ZenFlowState) -> None:
-        """Rejects a state without a new step since the last call, and a dropped step."""
+        """Rejects a state without a new step since the last call."""
         if state.token is self.last:
             raise RuntimeError(
                 "`exchange` got its last result, not the state of a new step. Call it once after "
                 "each step."
-            )
-        if self._repeated:
-            raise RuntimeError(
-                "A step was dropped: the last two calls to `exchange` got the same state. Call it "
-                "with each step's results; after a trainer's last hooks, call `flush` first."
             )
 
     def check_between_steps(self, state: ZenFlowState) -> bool:
@@ -68,7 +63,6 @@ class Tokens:
         A step without an update (a micro-batch of `optax.MultiSteps`) makes a copy; if so, waits
         for that step.
         """
-        self._repeated = False  # training may continue after a flush
         if state.token is self.last:
             return False
         number = int(read(state.token))

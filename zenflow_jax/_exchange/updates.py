@@ -3,7 +3,6 @@
 Every process dispatches all of these programs in the same order.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 from zenflow_jax._device.boundary import (
     LastMove,
     channel_rows,
-    channel_widths,
     choose,
     cut_states,
     enter,
@@ -21,21 +19,18 @@ from zenflow_jax._device.boundary import (
     put_states,
     split_uploads,
 )
-from zenflow_jax._device.memory import read, upload
+from zenflow_jax._device.memory import upload
 from zenflow_jax._device.state import LeafState, Leaves, ZenFlowState
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._exchange.messages import Update
 from zenflow_jax._exchange.parts import (
-    Group,
     OffloadedLeaves,
     assemble,
     by_leaf,
     host_part,
     keep_sharding,
     part_sharding,
-    replace_selection,
 )
-from zenflow_jax._exchange.progress import EMPTY, NONE, PENDING
 from zenflow_jax._exchange.worker import Worker
 
 
@@ -45,36 +40,20 @@ class Updates:
     `weights` always means the offloaded leaves' parameters, `leaves` all leaves' states.
     """
 
-    def __init__(self, worker: Worker, offloaded: OffloadedLeaves):
+    def __init__(self, worker: Worker, offloaded: OffloadedLeaves, leaves: Leaves):
         self._worker = worker
         self._offloaded = offloaded
-        self._parts = offloaded.parts
-        self._specs = offloaded.specs
-        #: Bytes of updates that were not prefetched.
-        self.late_bytes = 0
-        #: How many times the host has copied its masters from parameters.
-        self.loads = 0
         #: Each group's selected channels, in the form of `channel_rows`.
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
+        for number, group in enumerate(offloaded.groups):
+            if group.leaves:
+                states = self._ranges(number, group.pick(offloaded.pick(leaves)))
+                self._rows[number] = channel_rows([s.channels for s in states], specs=group.specs)
         #: Donated uploads. The worker frees them, because this takes half as long as dispatching a
         #: merge.
         self._merged_uploads: list[Any] = []
         #: Updates that have not reached the parameters, by group, in the order of their windows.
         self.pending: dict[int, Update] = {}
-
-    @property
-    def before(self) -> list[np.ndarray | None]:
-        """Returns each part's channels `(entries, k)` in the pending window; None if unchanged."""
-        channels: list[np.ndarray | None] = [None] * len(self._parts)
-        for number, update in self.pending.items():
-            if update.before is not None:
-                group = self._offloaded.groups[number]
-                ends = np.cumsum(channel_widths(group.specs))[:-1]
-                for i, part in zip(group.part_numbers, group.parts, strict=True):
-                    rows = np.split(read(part.of(update.before)), ends, axis=1)
-                    shape = part.spec.view3(part.spec.k)[:2]
-                    channels[i] = rows[part.leaf].reshape(shape)
-        return channels
 
     def forget(self) -> None:
         self.pending.clear()
@@ -97,10 +76,11 @@ class Updates:
         return update
 
     def wait(self) -> list[int]:
-        """Waits for pending updates; returns each group's status: NONE, PENDING or EMPTY."""
-        kinds = [NONE] * len(self._offloaded.groups)
+        """Waits for pending updates; returns 1 for each group that has one, otherwise 0."""
+        kinds = [0] * len(self._offloaded.groups)
         for group, update in self.pending.items():
-            kinds[group] = PENDING if self._worker.wait(update.done, None) else EMPTY
+            # An update is empty if no step in its window counted.
+            kinds[group] = int(bool(self._worker.wait(update.done, None)))
         return kinds
 
     def collect(
@@ -125,7 +105,6 @@ class Updates:
             group = self._offloaded.groups[number]
             if not uploads:
                 continue  # all steps in its window were skipped
-            uploads = self._fetch_rest(group, uploads, after)
             params, arrays = group.pick(weights), by_leaf(group.parts, uploads)
             new = [
                 assemble(pieces, spec.on_host.shape, part_sharding(weight, spec))
@@ -149,61 +128,28 @@ class Updates:
         The first step moves no deferred channel, so the values before and after it are equal. The
         worker must be idle.
         """
-        for i, part in enumerate(self._parts):
-            self._worker.host.take_master(
-                i, host_part(weights[part.leaf], part, self._specs[part.leaf])
-            )
-        self.loads += 1
+        specs = self._offloaded.specs
+        for i, part in enumerate(self._offloaded.parts):
+            weight = host_part(weights[part.leaf], part, specs[part.leaf])
+            self._worker.host.load(i, weight)
 
-    def masters(self, number: int) -> jax.Array:
-        """Returns a leaf's masters on the devices, as for a merge; selected channels are stale.
+    def masters(self, number: int, weight: jax.Array) -> jax.Array:
+        """Returns a leaf's masters beside its parameter, as for a merge; selected ones are stale.
 
         The worker must be idle.
         """
-        leaves, by_position = self._worker.leaves(), {}
+        leaves, spec = self._worker.leaves(), self._offloaded.specs[number]
+        by_position = {}
         for ranges in self._offloaded.pieces:
-            part = self._parts[ranges[0]]
+            part = self._offloaded.parts[ranges[0]]
             if part.leaf == number:
+                # A copy, because the next update overwrites live masters.
                 each = [leaves[i].master.as_float32().reshape(leaves[i].spec.shape) for i in ranges]
-                piece = each[0] if len(each) == 1 else np.concatenate(each)
+                piece = np.concatenate(each)
                 for position, device in zip(part.positions, part.devices, strict=True):
                     by_position[position] = upload(piece, device)
         pieces = [x for _, x in sorted(by_position.items())]
-        spec, sharding = self._specs[number], self._offloaded.shardings[number]
-        # The uploads may read live masters, which the next update overwrites.
-        return jax.block_until_ready(assemble(pieces, spec.on_host.shape, sharding))
-
-    def note_channels(self, leaves: Leaves) -> None:
-        """Records the selected channels of a new or resumed run, for merges."""
-        for number, group in enumerate(self._offloaded.groups):
-            if group.leaves:
-                states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
-                channels = [s.channels for s in states]
-                self._rows[number] = channel_rows(channels, specs=group.specs)
-
-    def _fetch_rest(
-        self, group: Group, uploads: Sequence[list[jax.Array]], after: jax.Array
-    ) -> Sequence[Any]:
-        """Uploads the parts of an update that were not prefetched, and waits for them."""
-        late = [i for i, pieces in enumerate(uploads) if not pieces]
-        if not late:
-            return uploads
-        begin = time.perf_counter()
-        # The late uploads reuse memory of the step that produced `after`.
-        jax.block_until_ready(after)
-        start = time.perf_counter()
-        uploads = list(uploads)
-        for i in late:
-            uploads[i] = self._upload(group.part_numbers[i])
-        # The next update writes to the source arrays.
-        jax.block_until_ready(uploads)
-        self._worker.recorder.waited(begin, start, time.perf_counter())
-        self.late_bytes += sum(x.nbytes for i in late for x in uploads[i])
-        return uploads
-
-    def _upload(self, i: int) -> list[jax.Array]:
-        array = self._worker.leaves()[i].to_upload
-        return [upload(array, device) for device in self._parts[i].devices]
+        return assemble(pieces, spec.on_host.shape, part_sharding(weight, spec))
 
     def reselect(
         self, number: int, weights: list[jax.Array], leaves: Leaves, after: jax.Array
@@ -213,9 +159,6 @@ class Updates:
         Waits for the step that produced `after`. Changes `weights`; returns new `leaves`.
         """
         group, leaves = self._offloaded.groups[number], list(leaves)
-        if not group.leaves:
-            self.close_window(number)
-            return leaves
         places = group.pick(self._offloaded.places)
         whole = [leaves[i] for i in places]
         states = self._ranges(number, whole)
@@ -233,14 +176,26 @@ class Updates:
         before, self._rows[number] = self._rows[number], rows
         update = self.close_window(number, leaving=leaving, chosen=chosen, before=before)
         entered = by_leaf(group.parts, self._worker.wait(update.entered, after))
-        masters: list[jax.Array | None] = [None] * len(states)
+        masters = []
         for j, s in enumerate(states):
-            states[j], masters[j] = replace_selection(s, chosen[j], scores[j], entered[j])
-        entering = [j for j, x in enumerate(masters) if x is not None]
+            states[j] = s = s.replace(
+                channels=keep_sharding(chosen[j], s.channels),
+                scores=keep_sharding(scores[j], s.scores),
+            )
+            if s.spec.k:
+                new, like = zip(*entered[j], strict=True), (s.mu, s.mu, s.nu, s.steps)
+                master, mu, nu, steps = (
+                    assemble(pieces, old.shape, old.sharding)
+                    for pieces, old in zip(new, like, strict=True)
+                )
+                masters.append(master)
+                kept = None if s.master is None else master
+                states[j] = s.replace(master=kept, mu=mu, nu=nu, steps=steps)
+        entering = [j for j, s in enumerate(states) if s.spec.k]
         if entering:
             merged = enter(
                 [weights[group.leaves[j]] for j in entering],
-                [masters[j] for j in entering],
+                masters,
                 [states[j].channels for j in entering],
                 specs=tuple(group.specs[j] for j in entering),
             )
@@ -267,29 +222,26 @@ class Updates:
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return kept_share(scores, channels, specs=group.specs)
 
-    def resume(self, pending: Sequence[int], before: Sequence[np.ndarray]) -> None:
-        """Restores a saved run's pending updates, from masters that are already restored.
+    def resume(self, pending: Sequence[int]) -> None:
+        """Restores a saved run's pending updates, from host arrays that are already restored.
 
-        `pending` is the saved result of `wait`; `before` contains each part's saved channels,
-        numbered within its leaf.
+        `pending` is the saved result of `wait`.
         """
+        leaves = self._worker.leaves()
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
-            if kind == NONE:
+            if kind != 1:
                 continue
-            uploads: list[list[jax.Array]] = []
-            if kind == PENDING:
-                early = self._offloaded.prefetched
-                uploads = [self._upload(i) if early[i] else [] for i in group.part_numbers]
-                # The next update writes to the source arrays.
-                jax.block_until_ready(uploads)
+            uploads = [self._worker.upload_part(i) for i in group.part_numbers]
+            # The next update writes to the source arrays.
+            jax.block_until_ready(uploads)
             # Each device's rows in the order of leaves, by position.
             rows: dict[tuple[int, Any], list[np.ndarray]] = {}
             for i, part in zip(group.part_numbers, group.parts, strict=True):
                 for place in zip(part.positions, part.devices, strict=True):
-                    rows.setdefault(place, []).append((before[i] - part.first).reshape(1, -1))
+                    rows.setdefault(place, []).append(leaves[i].before.reshape(1, -1))
             pieces = [upload(np.concatenate(rows[x], axis=1), x[1]) for x in sorted(rows)]
             like = self._rows[number]
-            assert like is not None, "the channels have been noted"
+            assert like is not None, "only a run without offloaded leaves has an empty group"
             # Rows without channels (`topk_ratio=0`) are identical, and jit may place them anywhere.
             rows_then = assemble(pieces, like.shape, like.sharding) if like.size else like
             self.pending[number] = update = Update(number, before=rows_then)

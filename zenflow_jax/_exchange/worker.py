@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -23,12 +23,12 @@ from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import copy_to_host, nbytes, read, upload, view
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._diagnostics.stats import EngineStats, check_skipped_steps
+from zenflow_jax._diagnostics.stats import EngineStats, warn_of_skipped_steps
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Mail, Update
-from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, new_host_state
+from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels, host_part
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.state import ClosedWindow, HostLeaf, SelectedRows
+from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState
 from zenflow_jax._spec.scalars import AdamScalars, StepScalars
 
 # The interval at which a waiting caller checks whether the device still has work.
@@ -49,18 +49,32 @@ class Worker:
         offloaded: OffloadedLeaves,
         kernel: str,
         threads: int | None,
-        max_skipped: int | None,
         *,
         compact: bool,
     ):
         adam = HostAdam(kernel, threads)
-        weights = offloaded.pick(weights)
-        self.host = new_host_state(weights, state, offloaded, adam, compact=compact)
+        weights, specs = offloaded.pick(weights), offloaded.specs
+        channels = [leaf.channels for leaf in offloaded.pick(state.leaves)]
+        leaves = [
+            HostLeaf.new(
+                part.spec,
+                host_part(weights[part.leaf], part, specs[part.leaf]),
+                host_channels(part.of(channels[part.leaf]), part),
+                compact=compact,
+            )
+            for part in offloaded.parts
+        ]
+        self.host = HostState(leaves, adam, state.schedule, offloaded.pieces)
+        self.host.before_write = self._before_write
+        self.kernel = kernel
+        self.unsaved: list[Any] = []  # a `Snapshot` for each save that may still be running
         # The worker's counts, replaced as a whole so that any thread can read them at any time.
-        skipped = int(read(state.skipped_in_a_row))
-        self.stats = EngineStats(skipped_in_a_row=skipped, host_bytes=self.host.nbytes)
+        self.stats = EngineStats(
+            skipped_steps=int(read(state.skipped)),
+            skipped_in_a_row=int(read(state.skipped_in_a_row)),
+            host_bytes=self.host.nbytes,
+        )
         self.recorder = Recorder()
-        self._max_skipped = max_skipped
         self._offloaded = offloaded
         self._messages: deque[Mail | Update] = deque()  # unfinished, in order
         self._updates: deque[Iterator[None]] = deque()  # the remaining chunks of each, in order
@@ -113,19 +127,10 @@ class Worker:
             self.check()
         return leaves
 
-    def pause(self, wait: Callable[[Callable[[], bool]], bool]) -> None:
-        """Waits for a save before an array is overwritten, on any thread.
-
-        `wait` gets a function that returns whether the worker must end; if so, `wait` returns
-        False.
-        """
-        on_thread = threading.current_thread() is self._thread
-        work = self.recorder.works_at("wait for save", self._step) if on_thread else None
-        may_write = wait(lambda: self.closed)
-        if work is not None:
-            self.recorder.works_at(*work)
-        if not may_write:
-            raise _Stop if on_thread else RuntimeError("the engine was closed")
+    def upload_part(self, i: int) -> list[jax.Array]:
+        """Starts uploads of part `i`'s masters, which no update may change before they arrive."""
+        array = self.leaves()[i].to_upload
+        return [upload(array, device) for device in self._offloaded.parts[i].devices]
 
     def wait(self, future: Future, after: PyTree) -> Any:
         """Waits for the result of `future`, on the caller's thread.
@@ -185,6 +190,19 @@ class Worker:
             self.recorder.works_at(None)
             self.host.close()
             self._receiver.shutdown(wait=False)
+
+    def _before_write(self, i: int) -> None:
+        """Waits, on any thread, until no save still needs the arrays of part `i`."""
+        waits = [x for x in self.unsaved if not x.done]
+        if not waits:
+            return
+        on_thread = threading.current_thread() is self._thread
+        work = self.recorder.works_at("wait for save", self._step) if on_thread else None
+        may_write = all(x.before_write(i, lambda: self.closed) for x in waits)
+        if work is not None:
+            self.recorder.works_at(*work)
+        if not may_write:
+            raise _Stop if on_thread else RuntimeError("the engine was closed")
 
     def _turn(self) -> None:
         """Takes in one message, or runs one chunk of an update."""
@@ -257,8 +275,9 @@ class Worker:
             raise ValueError(f"A hyperparameter is not finite at step {step}: {self.host.scalars}.")
         arrived = nbytes((gradients, step_scalars))
         if sent.finite:
-            pieces, parts = [view(g) for g in gradients], self._offloaded.parts
-            self.host.add([part.cut_mail(pieces[part.piece]) for part in parts], factor)
+            pieces = zip(self._offloaded.pieces, map(view, gradients), strict=True)
+            parts = self._offloaded.parts
+            self.host.add([parts[i].cut_mail(g) for each, g in pieces for i in each], factor)
         gradients.clear()
         step_scalars.clear()
         before = self.stats.skipped_in_a_row
@@ -268,7 +287,7 @@ class Worker:
             bytes_to_host=arrived,
         )
         if not sent.finite:
-            check_skipped_steps(before + 1, step, self._max_skipped)
+            warn_of_skipped_steps(before + 1, step)
 
     def _hand_over(self, update: Update, window: ClosedWindow) -> list[list[Any]]:
         """Hands channels over; returns the result for `Update.entered`."""
@@ -286,11 +305,10 @@ class Worker:
             if moved:
                 chosen, *rows = moved
                 turned, (*wide, steps) = group.specs[part.leaf].turned, map(view, rows)
-                old = SelectedRows.of([*map(turned, wide), steps], part.spec)
-                number = window.leaves[i]
+                old, number = [*map(turned, wide), steps], group.part_numbers[i]
                 new = self.host.hand_over(window, number, old, host_channels(chosen, part))
-                *wide, steps = new.on_device(part.spec)
-                arrays = (*map(turned, wide), steps)
+                wide = [turned(x.reshape(part.spec.selected_shape)) for x in new[:3]]
+                arrays = (*wide, new[3].reshape(steps.shape))
                 entering[i] = [upload(arrays, device) for device in part.devices]
         self._count(bytes_to_host=nbytes(in_host_memory), bytes_to_device=nbytes(entering))
         return entering
@@ -301,7 +319,7 @@ class Worker:
         Yields before each chunk of a few milliseconds, during which other work may come first.
         """
         update.merged_uploads.clear()
-        step, offloaded, uploads = self._step, self._offloaded, []
+        step, uploads = self._step, []
         self.recorder.works_at("hand over" if update.chosen else "update", step)
         window = self.host.close_window(update.group)
         if update.chosen:
@@ -321,11 +339,8 @@ class Worker:
                 self._where = f"the update of leaf {leaf.spec.name}, window {window.number}"
                 self.recorder.works_at("update", step)
                 continue
-            uploads.append([])
-            if offloaded.prefetched[i]:
-                first = first or time.perf_counter()
-                devices = offloaded.parts[i].devices
-                uploads[-1] = [upload(leaf.to_upload, device) for device in devices]
+            first = first or time.perf_counter()
+            uploads.append(self.upload_part(i))
         if first:
             self.recorder.works_at("wait for uploads", step)
             # The next update writes to the source arrays.

@@ -15,23 +15,16 @@ from functools import partial
 
 import numpy as np
 
-from zenflow_jax._host.arrays import HostArray, Tile, bits, cut_tiles, flat, in_turn
-from zenflow_jax._host.numpy_kernel import (
-    GRADIENTS_PER_PASS,
-    NumpyKernel,
-    Step,
-    Sums,
-    Weighted,
-)
+from zenflow_jax._host.arrays import HostArray, Tile, bits, cut_tiles, flat
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, Sums, Weighted
 from zenflow_jax._spec.rules import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
 # Maximum number of elements that a thread takes at once. Numba streams through memory and evicts
 # the interpreter's data; reloading it costs up to 50 us per tile, 3% of the time at half this size.
 _NUMBA_TILE = 2 * 1024 * 1024
-# The NumPy kernel's tile should stay in a core's L2 cache. Several threads contend for the GIL
-# between NumPy calls, however: larger tiles exceed the cache, but halve the time lost to the GIL.
-_NUMPY_TILE, _NUMPY_TILE_SHARED = 128 * 1024, 256 * 1024
+# The NumPy kernel's tile stays in a core's L2 cache.
+_NUMPY_TILE = 128 * 1024
 # Smaller leaves get smaller tiles, so that every thread has work. This is the minimum size.
 _LEAST_TILE = 64 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
@@ -55,11 +48,10 @@ class HostAdam:
         check_one_of("host_kernel", kernel, ("numba", "numpy"))
         most = max(1, len(os.sched_getaffinity(0)) - 1)
         self.threads = threads = check_int_or_none("threads", threads, 1) or most
-        numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
         if kernel == "numba":
             self._kernel = NumbaKernel(tile or _NUMBA_TILE)
         else:
-            self._kernel = NumpyKernel(tile or numpy_tile)
+            self._kernel = NumpyKernel(tile or _NUMPY_TILE)
         # Two threads must not enter Numba's own parallel layer. This pool runs only serial
         # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
@@ -136,55 +128,55 @@ class HostAdam:
 
     def take(self, arrays: Sequence[HostArray], channels: np.ndarray) -> list[np.ndarray]:
         """Copies `channels` `(entries, k)` into new float32 arrays `(entries, k, width)`."""
-        entries, _, width = arrays[0].shape
-        taken = [x.like((entries, channels.shape[1], width)) for x in arrays]
-        for x, subset in zip(arrays, taken, strict=True):
-            self._move(x, subset, channels, inward=False)
-        return [x.as_float32(self._run) for x in taken]
+        taken = [np.empty((*channels.shape, x.shape[-1]), np.float32) for x in arrays]
+        for x, rows in zip(arrays, taken, strict=True):
+            self._move(x, channels, rows, inward=False)
+        return taken
 
     def put(
         self, arrays: Sequence[HostArray], channels: np.ndarray, rows: Sequence[np.ndarray]
     ) -> None:
         """Overwrites channels with `rows`, as `take` returns them."""
         for x, numbers in zip(arrays, rows, strict=True):
-            subset = HostArray(numbers)
-            if x.extra is not None:
-                subset = x.like(numbers.shape)
-                subset.write(numbers, self._run)
-            self._move(x, subset, channels, inward=True)
+            self._move(x, channels, numbers, inward=True)
 
     def close(self) -> None:
         """Ends the threads. Safe to call twice."""
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _move(self, x: HostArray, subset: HostArray, channels: np.ndarray, *, inward: bool) -> None:
-        """Copies `channels` from `x` to `subset`, or in the other direction if `inward`."""
+    def _move(self, x: HostArray, channels: np.ndarray, rows: np.ndarray, *, inward: bool) -> None:
+        """Copies `channels` from `x` to `rows`, or in the other direction if `inward`."""
         entries, n, width = x.shape
-        k, together = channels.shape[1], max(_LEAST_TILE // max(width, 1), 1)
-        assert channels.dtype == np.int32
-        assert subset.shape == (entries, k, width)
-        if subset.size == 0:
+        assert rows.shape == (entries, channels.shape[1], width)
+        if channels.size == 0:
             return
         if not 0 <= channels.min() <= channels.max() < n:
             raise ValueError(
                 f"Channels {channels.min()} to {channels.max()} exceed the range 0 to {n - 1}: the "
                 "optimizer state is damaged. Resume from a checkpoint."
             )
-        tiles = [
-            (i, i + 1, left, min(left + together, k))
-            for i in range(entries)
-            for left in range(0, k, together)
-        ]
-        for whole, few in zip(x.arrays, subset.arrays, strict=True):
-            self._run(partial(_move, whole, few, channels, inward), tiles)
+        numbers = (channels + n * np.arange(entries)[:, None]).reshape(-1)  # over all entries
+        rows = rows.reshape(-1, width)
+
+        def work(tile: Tile) -> None:
+            part = slice(tile[0], tile[1])
+            if inward:
+                x.write_part(numbers[part], 0, rows[part])
+            else:
+                x.read_part(numbers[part], 0, width, out=rows[part])
+
+        together = max(_LEAST_TILE // max(width, 1), 1)
+        starts = range(0, numbers.size, together)
+        self._run(work, [(i, i + together, 0, width) for i in starts])
 
     def _limit(self, size: int) -> int:
         return min(self._kernel.tile, max(_LEAST_TILE, size // (2 * self.threads)))
 
     def _run(self, work: Callable[[Tile], None], tiles: list[Tile]) -> None:
         if self._pool is None or len(tiles) == 1:
-            in_turn(work, tiles)
+            for tile in tiles:
+                work(tile)
             return
         todo = deque(tiles)
 
@@ -201,19 +193,6 @@ class HostAdam:
         wait(futures)  # waits for all, because no thread may still write after an exception
         for future in futures:
             future.result()
-
-
-def _move(
-    x: np.ndarray, subset: np.ndarray, channels: np.ndarray, inward: bool, tile: Tile
-) -> None:
-    """Copies a tile: a range of one entry's `channels`."""
-    entry, _, left, right = tile
-    index, moved = channels[entry, left:right], subset[entry, left:right]
-    if inward:
-        x[entry, index] = moved
-    else:
-        # The default mode would first fill a temporary buffer.
-        np.take(x[entry], index, axis=0, out=moved, mode="clip")
 
 
 def _debias(steps: np.ndarray, beta: float) -> np.ndarray:

@@ -21,7 +21,7 @@ sign. All other numbers are restored exactly.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -30,8 +30,6 @@ from zenflow_jax._host.codes import BUCKET
 
 #: The alignment that jax needs (0.10.0 to 0.12.0.1), in bytes. NumPy aligns only to 16.
 ALIGNMENT = 64
-#: Number of elements to convert at once, so that several threads have work.
-CHUNK = 128 * 1024
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT32, _FIRST, _SECOND = map(np.dtype, (np.float32, np.int8, np.uint8))
@@ -40,8 +38,6 @@ _EXTRA = {BFLOAT16: np.dtype(np.int16), _FIRST: BFLOAT16, _SECOND: _FLOAT32}
 
 #: The first channel and the last + 1; then, in each channel, the first element and the last + 1.
 Tile = tuple[int, int, int, int]
-#: Calls a function with each tile, in any order.
-Run = Callable[[Callable[[Tile], None], list[Tile]], None]
 
 
 def aligned_zeros(shape: Sequence[int], dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
@@ -68,24 +64,16 @@ def bits(x: np.ndarray) -> np.ndarray:
     return flat(x).view(np.uint16) if x.dtype == BFLOAT16 else flat(x)
 
 
-def cut_tiles(shape: tuple[int, ...], limit: int, *, whole: bool = False) -> list[Tile]:
-    """Returns tiles of whole buckets, with at most `limit` elements or one bucket.
-
-    If `whole`, tiles consist of whole channels, whatever their size.
-    """
+def cut_tiles(shape: tuple[int, ...], limit: int) -> list[Tile]:
+    """Returns tiles of whole buckets, with at most `limit` elements or one bucket."""
     entries, n, width = shape
-    step = width if whole else min(max(limit // BUCKET, 1) * BUCKET, width)
+    step = min(max(limit // BUCKET, 1) * BUCKET, width)
     together = max(limit // step, 1)
     return [
         (first, min(first + together, entries * n), left, min(left + step, width))
         for first in range(0, entries * n, together)
         for left in range(0, width, step)
     ]
-
-
-def in_turn(work: Callable[[Tile], None], tiles: list[Tile]) -> None:
-    for tile in tiles:
-        work(tile)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,14 +87,7 @@ class HostArray:
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> "HostArray":
         """Makes zeros in the format that `dtype` stands for."""
-        kind = _EXTRA.get(np.dtype(dtype))
-        *channels, width = shape
-        size = width if dtype == BFLOAT16 else _buckets(width)
-        extra = None if kind is None else aligned_zeros((*channels, size), kind)
-        return cls(aligned_zeros(shape, dtype), extra)
-
-    def like(self, shape: tuple[int, ...]) -> "HostArray":
-        return HostArray.zeros(shape, self.values.dtype)
+        return cls(*(aligned_zeros(*array) for array in _arrays(shape, np.dtype(dtype))))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,25 +104,33 @@ class HostArray:
     def copy(self) -> "HostArray":
         return HostArray(*map(copied, self.arrays))
 
-    def read_part(self, channels: np.ndarray, left: int, right: int) -> np.ndarray:
-        """Copies elements `left` to `right` of some channels, `(channels, elements)`.
+    def read_part(
+        self, channels: np.ndarray, left: int, right: int, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Copies elements `left` to `right` of some channels, `(channels, elements)`, to `out`.
 
         Channels are counted over all entries; `left` is the first element of a bucket.
         """
+        x = np.empty((len(channels), right - left), np.float32) if out is None else out
         if self.extra is None:
-            return flat(self.values).reshape(-1, self.shape[-1])[channels, left:right]
-        x = np.empty((len(channels), right - left), np.float32)
-        self._convert(x, channels, left, None)
+            # The default mode would first fill a temporary buffer.
+            np.take(self._rows[:, left:right], channels, axis=0, out=x, mode="clip")
+        else:
+            self._convert(x, channels, left, None)
         return x
 
     def write_part(self, channels: np.ndarray, left: int, x: np.ndarray) -> None:
         """Overwrites elements from `left` on with float32 numbers; inverts `read_part`."""
         if self.extra is None:
-            flat(self.values).reshape(-1, self.shape[-1])[channels, left : left + x.shape[1]] = x
+            self._rows[:, left : left + x.shape[1]][channels] = x
         else:
             x = np.ascontiguousarray(x).view()
             x.flags.writeable = False  # always, because Numba types read-only arrays separately
             self._convert(x, channels, left, True)
+
+    @property
+    def _rows(self) -> np.ndarray:
+        return flat(self.values).reshape(-1, self.shape[-1])
 
     def _convert(self, x: np.ndarray, channels: np.ndarray, left: int, encode: bool | None) -> None:
         # Imported here, so that a process that only plans or evaluates does not wait for Numba.
@@ -149,43 +138,33 @@ class HostArray:
 
         convert(*map(bits, self.arrays), x, channels, self.shape[-1], left, encode)
 
-    def as_float32(self, run: Run = in_turn) -> np.ndarray:
+    def as_float32(self) -> np.ndarray:
         """Returns all numbers. If they are float32, this is `values`, which updates overwrite."""
         if self.extra is None:
             return self.values
-        x = np.empty(self.shape, np.float32)
-        rows = x.reshape(-1, self.shape[-1])
-
-        def read(tile: Tile) -> None:
-            first, last, left, right = tile
-            rows[first:last, left:right] = self.read_part(np.arange(first, last), left, right)
-
-        run(read, cut_tiles(self.shape, CHUNK) if x.size else [])
-        return x
+        channels = np.arange(math.prod(self.shape[:-1]))
+        return self.read_part(channels, 0, self.shape[-1]).reshape(self.shape)
 
     def chunks(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the numbers in C order, in chunks of about `limit`, each with its first index."""
-        for first, last, _, width in cut_tiles(self.shape, limit, whole=True):
+        channels, width = math.prod(self.shape[:-1]), self.shape[-1]
+        together = max(limit // width, 1)
+        for first in range(0, channels, together):
+            last = min(first + together, channels)
             if self.extra is None:
                 yield first * width, flat(self.values)[first * width : last * width]
             else:
                 yield first * width, flat(self.read_part(np.arange(first, last), 0, width))
 
-    def write(self, x: np.ndarray, run: Run = in_turn) -> None:
+    def write(self, x: np.ndarray) -> None:
         """Sets all numbers; `x` has the same size, in float32 or the dtype of `values`."""
         x = x.reshape(self.shape)
         if self.extra is None or x.dtype == self.values.dtype:
             np.copyto(self.values, x)
             if self.extra is not None:
                 self.extra[...] = 0  # already rounded
-            return
-        rows = x.reshape(-1, self.shape[-1])
-
-        def write(tile: Tile) -> None:
-            first, last, left, right = tile
-            self.write_part(np.arange(first, last), left, rows[first:last, left:right])
-
-        run(write, cut_tiles(self.shape, CHUNK) if x.size else [])
+        else:
+            self.write_part(np.arange(math.prod(self.shape[:-1])), 0, x.reshape(self._rows.shape))
 
 
 def new_moments(shape: tuple[int, ...], *, compact: bool) -> tuple[HostArray, HostArray]:
@@ -195,13 +174,14 @@ def new_moments(shape: tuple[int, ...], *, compact: bool) -> tuple[HostArray, Ho
 
 def bytes_of(shape: tuple[int, ...], dtype: np.dtype, *, compact: bool) -> int:
     """Returns the bytes of a leaf's masters and moments; `dtype` is the leaf's."""
-    size, kinds = math.prod(shape), (_FIRST, _SECOND)
-    total = size * (dtype.itemsize + (_EXTRA[dtype].itemsize if dtype in _EXTRA else 0))
-    if not compact:
-        return total + 2 * size * _FLOAT32.itemsize
-    buckets = math.prod(shape[:-1]) * _buckets(shape[-1])
-    return total + 2 * size + buckets * sum(_EXTRA[x].itemsize for x in kinds)
+    kinds = (dtype, _FIRST, _SECOND) if compact else (dtype, _FLOAT32, _FLOAT32)
+    arrays = [array for kind in kinds for array in _arrays(shape, kind)]
+    return sum(math.prod(each) * kind.itemsize for each, kind in arrays)
 
 
-def _buckets(elements: int) -> int:
-    return -(-elements // BUCKET)
+def _arrays(shape: tuple[int, ...], dtype: np.dtype) -> list[tuple[tuple[int, ...], np.dtype]]:
+    """Returns shape and dtype of a format's arrays: `HostArray.values`, and `extra` if any."""
+    *channels, width = shape
+    size = width if dtype == BFLOAT16 else -(-width // BUCKET)
+    extra = [((*channels, size), _EXTRA[dtype])] if dtype in _EXTRA else []
+    return [(shape, dtype), *extra]

@@ -46,6 +46,7 @@ class HostLeaf:
     nu: HostArray
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
     channels: np.ndarray  # int32 (entries, k), ascending: the selected channels
+    before: np.ndarray  # the channels that were selected in the last closed window
     open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
     spare: Sums | None = None  # sums of an earlier window, to be overwritten
 
@@ -56,13 +57,15 @@ class HostLeaf:
         """Makes a leaf with a copy of its parameter and zero moments."""
         shape = spec.view3(spec.n)
         mu, nu = new_moments(shape, compact=compact)
+        channels = np.array(channels, np.int32).reshape(shape[0], spec.k)
         leaf = cls(
             spec=spec,
             master=HostArray.zeros(shape, spec.dtype),
             mu=mu,
             nu=nu,
             steps=aligned_zeros(shape[:2], np.int32),
-            channels=np.array(channels, np.int32).reshape(shape[0], spec.k),
+            channels=channels,
+            before=channels,
         )
         leaf.master.write(weight)
         return leaf
@@ -98,7 +101,7 @@ class HostLeaf:
         return dataclasses.replace(self, open=window, spare=None)
 
     def copy(self, adam: HostAdam) -> "HostLeaf":
-        """Copies an alias, except channels, which are never overwritten.
+        """Copies an alias, except arrays of channels, which are never overwritten.
 
         `adam` sums the mail. Neither copy nor alias keeps it: pinned memory is scarce.
         """
@@ -125,41 +128,10 @@ class ClosedWindow:
     number: int
     counted: int  # steps that were not skipped
     scalars: AdamScalars  # of its last step
-    leaves: list[int]  # the numbers of the group's leaves
     # By leaf number; empty if no step counted. A leaf's update drops its entry.
     gradients: dict[int, WindowGradients]
     # Bool (entries, n): channels to update, except those that enter before the update.
     active: dict[int, np.ndarray]
-
-
-@dataclasses.dataclass
-class OpenWindow:
-    """A group's open window."""
-
-    leaves: list[int]  # the numbers of the group's leaves
-    counted: int = 0  # steps in the open window that were not skipped
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectedRows:
-    """A leaf's selected channels in a hand-over, in the host's shapes."""
-
-    master: np.ndarray  # float32 (entries, k, width)
-    mu: np.ndarray
-    nu: np.ndarray
-    steps: np.ndarray  # int32 (entries, k)
-
-    @classmethod
-    def of(cls, arrays: Sequence[np.ndarray], spec: LeafSpec) -> "SelectedRows":
-        """Makes rows from a part's arrays in the device's shapes."""
-        shape = spec.view3(spec.k)
-        master, mu, nu = (x.reshape(shape) for x in arrays[:3])
-        return cls(master, mu, nu, arrays[3].reshape(shape[:2]))
-
-    def on_device(self, spec: LeafSpec) -> tuple[np.ndarray, ...]:
-        """Returns the arrays in the device's shapes; inverts `of`."""
-        wide = (x.reshape(spec.selected_shape) for x in (self.master, self.mu, self.nu))
-        return (*wide, self.steps.reshape(*spec.stack, spec.k))
 
 
 class HostState:
@@ -171,27 +143,16 @@ class HostState:
 
     def __init__(
         self,
-        specs: Sequence[LeafSpec],
-        weights: Iterable[np.ndarray],
-        channels: Iterable[np.ndarray],
+        leaves: list[HostLeaf],
         adam: HostAdam,
         schedule: Schedule,
         pieces: Sequence[Sequence[int]],
-        *,
-        compact: bool = False,
     ):
-        self.leaves = [
-            HostLeaf.new(*args, compact=compact)
-            for args in zip(specs, weights, channels, strict=True)
-        ]
-        self.compact = compact
+        self.leaves = leaves
         self._pieces = pieces
         self._adam = adam
         self._scaled = schedule.window_scaling
-        self.open = [
-            OpenWindow([i for i, leaf in enumerate(self.leaves) if leaf.spec.group == group])
-            for group in range(schedule.groups)
-        ]
+        self.counted = [0] * schedule.groups  # steps in each open window that were not skipped
         self._mail_bytes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self.windows = 0  # closed so far
         self._closed: list[ClosedWindow] = []  # windows waiting for their updates
@@ -227,18 +188,18 @@ class HostState:
     ) -> None:
         """Resumes a saved run's state; the selected channels are already in place.
 
-        For each leaf, `arrays` contains "master", "mu", "nu", "steps" and, if its open window has
-        gradients, their sum "total" and the sum of their "squares". `counted` lists the number of
-        steps in each group's open window.
+        For each leaf, `arrays` contains "master", "mu", "nu", "steps", "before" unless no channels
+        are selected, and, if its open window has gradients, their sum "total" and the sum of their
+        "squares". `counted` lists the number of steps in each group's open window.
         """
-        self.windows = closed
-        for window, steps in zip(self.open, counted, strict=True):
-            window.counted = steps
+        self.windows, self.counted = closed, list(counted)
         for leaf, saved in zip(self.leaves, arrays, strict=True):
             for name in ("master", "mu", "nu"):
                 getattr(leaf, name).write(saved[name])
             leaf.steps[...] = saved["steps"].reshape(leaf.steps.shape)
-            if self.open[leaf.spec.group].counted:
+            if leaf.spec.k:
+                leaf.before = saved["before"].reshape(leaf.before.shape)
+            if counted[leaf.spec.group]:
                 wide = (saved[name].reshape(leaf.master.shape) for name in ("total", "squares"))
                 leaf.open.sums = Sums(*map(copied, wide))
 
@@ -250,7 +211,8 @@ class HostState:
         self.leaves, self._closed = [], []
         self._adam.close()
 
-    def take_master(self, i: int, weight: np.ndarray) -> None:
+    def load(self, i: int, weight: np.ndarray) -> None:
+        """Overwrites leaf `i`'s masters."""
         self.before_write(i)
         self.leaves[i].master.write(weight)
 
@@ -262,8 +224,7 @@ class HostState:
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             leaf.open.kept.append((gradient.reshape(leaf.master.shape), factor))
-        for window in self.open:
-            window.counted += 1
+        self.counted = [steps + 1 for steps in self.counted]
         for least in (GRADIENTS_PER_PASS, 1):
             if self.pinned_bytes <= MAILS_KEPT * sum(self._mail_bytes):
                 break
@@ -288,20 +249,17 @@ class HostState:
         """Ends a group's open window."""
         assert self.scalars, "no mail has arrived"
         self.windows += 1
-        window = self.open[group]
-        counted = window.counted
-        leaves = {i: self.leaves[i] for i in window.leaves}
+        counted, self.counted[group] = self.counted[group], 0
+        leaves = {i: leaf for i, leaf in enumerate(self.leaves) if leaf.spec.group == group}
         closed = ClosedWindow(
             number=self.windows,
             counted=counted,
             scalars=self.scalars,
-            leaves=window.leaves,
             gradients={i: x.open for i, x in leaves.items() if counted},
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
         )
         for leaf in leaves.values():
-            leaf.open = WindowGradients()
-        window.counted = 0
+            leaf.open, leaf.before = WindowGradients(), leaf.channels
         self._closed.append(closed)
         return closed
 
@@ -324,30 +282,32 @@ class HostState:
         self._closed.remove(window)
 
     def hand_over(
-        self, window: ClosedWindow, i: int, leaving: SelectedRows, chosen: np.ndarray
-    ) -> SelectedRows:
+        self, window: ClosedWindow, i: int, leaving: Sequence[np.ndarray], chosen: np.ndarray
+    ) -> list[np.ndarray]:
         """Takes back leaf `i`'s selected channels; returns a copy of the `chosen` channels' state.
 
-        The update of the window that just closed is still pending: this call updates the entering
-        channels at once, and removes them from that update.
+        A state is float32 masters and moments, and int32 counts, in any shape. The update of the
+        window that just closed is still pending: this call updates the entering channels at once,
+        and removes them from that update.
         """
         self.before_write(i)
         leaf, active = self.leaves[i], window.active[i]
-        wide = (leaf.master, leaf.mu, leaf.nu)
-        self._adam.put(wide, leaf.channels, (leaving.master, leaving.mu, leaving.nu))
-        np.put_along_axis(leaf.steps, leaf.channels, leaving.steps, axis=-1)
+        arrays, shape = (leaf.master, leaf.mu, leaf.nu), leaf.spec.view3(leaf.spec.k)
+        *rows, steps = leaving
+        rows = [x.reshape(shape) for x in rows]
+        self._adam.put(arrays, leaf.channels, rows)
+        np.put_along_axis(leaf.steps, leaf.channels, steps.reshape(shape[:2]), axis=-1)
         entering = active & _members(chosen, leaf.spec.n)
         if window.gradients and entering.any():
             for _ in self._step(window, i, entering):
                 pass
         window.active[i] = active & ~entering
         before, leaf.channels = leaf.channels, chosen
-        master, mu, nu = self._adam.take(wide, chosen)
-        if self.compact:  # only the host's stale copies are rounded
-            for taken, unrounded in ((mu, leaving.mu), (nu, leaving.nu)):
-                _keep_staying(taken, chosen, unrounded, before)
-        steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
-        return SelectedRows(master, mu, nu, steps)
+        taken = self._adam.take(arrays, chosen)
+        if leaf.mu.extra is not None:  # compact: only the host's stale copies are rounded
+            for new, unrounded in zip(taken[1:], rows[1:], strict=True):
+                _keep_staying(new, chosen, unrounded, before)
+        return [*taken, np.take_along_axis(leaf.steps, chosen, axis=-1)]
 
     def _step(self, window: ClosedWindow, i: int, active: np.ndarray) -> Iterator[None]:
         leaf = self.leaves[i]

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import within
 from zenflow_jax._exchange.pinned import buffers, most_kept
 from zenflow_jax._host.arrays import bytes_of
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._spec.rules import is_compact
 
-#: Uploads beyond `prefetch_bytes` that exceed the memory of activations, which is free by then.
-LATE = "late uploads"
 _FLOAT32 = 4
 
 
@@ -26,7 +23,6 @@ def needs_of(
     *,
     devices: int = 1,
     host_state: str = "float32",
-    prefetch_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Returns an engine's memory, and its traffic per step, as the fields of a `Plan`.
 
@@ -36,12 +32,10 @@ def needs_of(
     compact = is_compact(host_state)
     schedule, sending = state.schedule, state.send_gradients
     window, groups = schedule.window, schedule.groups
-    totals = np.zeros((groups, 8))
+    totals = np.zeros((groups, 7))
     specs = [leaf.spec for leaf in state.leaves if not leaf.spec.resident]
-    early = within(specs, prefetch_bytes)
-    for leaf, part in ((i, x) for i, spec in enumerate(specs) for x in spec.ranges):
+    for part in (x for spec in specs for x in spec.ranges):
         size, entries, mail = math.prod(part.shape), math.prod(part.stack), part.mail_dtype.itemsize
-        upload = size * part.dtype.itemsize
         totals[part.group] += (
             size,
             bytes_of(part.on_host.view3(part.n), part.dtype, compact=compact),
@@ -49,10 +43,9 @@ def needs_of(
             math.prod(part.selected_shape) * 3 * _FLOAT32,
             size * mail,
             size * mail * (part.copies if sending.in_step else 1),
-            upload,
-            upload * ((leaf, part.start) not in early),
+            size * part.dtype.itemsize,
         )
-    size, kept, counts, selected, mail, sent, upload, late = totals.T
+    size, kept, counts, selected, mail, sent, upload = totals.T
     read = mail * window
     # Without scaling, an update first sums its gradients, because its only gradient is their mean.
     added_up = most_kept(state) > MAILS_KEPT or not (schedule.window_scaling or window == 1)
@@ -70,8 +63,7 @@ def needs_of(
     usual = 2 if schedule.auto_window else schedule.window
     device = {
         "mail under way": 0 if sending.in_step else mail.sum(),
-        "uploads": most(upload - late),  # that wait to be merged
-        LATE: late.max(),  # uploaded at a boundary
+        "uploads": most(upload),  # that wait to be merged
     }
     return {
         "host": {
@@ -87,7 +79,6 @@ def needs_of(
         "device": {name: int(x) // devices for name, x in device.items()},
         "to_host": int(sent.sum() / devices),
         "to_device": int(upload.sum() / usual / devices),
-        "exposed": float(late.sum() / window / devices),
         # The device writes mail, and the update reads it; an update also reads and writes masters
         # and moments; an upload reads the new weights.
         "host_work": float((2 * kept + upload + read).sum() / window + mail.sum()),

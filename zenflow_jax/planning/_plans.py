@@ -11,10 +11,10 @@ from jaxtyping import PyTree
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._spec.mesh import HasShape
-from zenflow_jax._spec.rules import check_int_or_none, is_compact
+from zenflow_jax._spec.rules import is_compact
 from zenflow_jax.layerwise._transfers import bytes_here, nbytes
 from zenflow_jax.planning._gpus import EFFICIENCY, Gpu, gpu_named
-from zenflow_jax.planning._host_work import LATE, needs_of
+from zenflow_jax.planning._host_work import needs_of
 from zenflow_jax.planning._steps import products
 
 #: The largest share of GPU memory that jax may be allowed to use, and jax's default.
@@ -97,8 +97,7 @@ class Plan:
     def with_peak(self, peak: int) -> "Plan":
         """Returns the plan with gradients and activations, given the step's `peak_bytes`."""
         device = dict(self.device)
-        device[TEMPORARIES] = rest = max(peak - device["weights"] - device["optimizer state"], 0)
-        device[LATE] = max(device.get(LATE, 0) - rest, 0)
+        device[TEMPORARIES] = max(peak - device["weights"] - device["optimizer state"], 0)
         return dataclasses.replace(self, device=device)
 
 
@@ -109,7 +108,6 @@ def plan(
     *arguments: PyTree,
     device: str | Gpu = "h100",
     host_state: str = "float32",
-    prefetch_bytes: int | None = None,
 ) -> Plan:
     """Plans training, from the step `(params, opt_state, *arguments)`, jitted, with both donated.
 
@@ -118,7 +116,7 @@ def plan(
 
     Args:
         device: A key of `GPUS`, or another `Gpu`.
-        host_state, prefetch_bytes: As for `HostEngine`, with its errors.
+        host_state: As for `HostEngine`, with its errors.
 
     Examples:
         >>> import jax, zenflow_jax
@@ -131,13 +129,11 @@ def plan(
     """
     gpu = gpu_named(device)
     is_compact(host_state)
-    check_int_or_none("prefetch_bytes", prefetch_bytes, 0)
     weights, arrays = jax.tree.leaves(params), jax.tree.leaves(opt_state)
     engine, saved = {}, []
     if has_state(opt_state):
         state, devices = find_state(opt_state), devices_of(weights)
-        options = {"host_state": host_state, "prefetch_bytes": prefetch_bytes}
-        engine = needs_of(state, devices=devices, **options)
+        engine = needs_of(state, devices=devices, host_state=host_state)
         saved = jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
         # These are in host memory.
         placeholders = {*map(id, jax.tree.leaves((state.step_scalars, state.mail)))}
