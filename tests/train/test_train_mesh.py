@@ -104,8 +104,8 @@ TWICE = """
 import sys
 import jax
 from train import finetune
-from train.log import summary
-summary.write_pictures = lambda *_, **__: None
+from train.log import results
+results.write_pictures = lambda *_, **__: None
 print("code", finetune.main(sys.argv[1:]), flush=True)
 jax.distributed.initialize = lambda *_, **__: None
 jax.process_index() or sys.stdin.readline()
