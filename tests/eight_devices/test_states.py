@@ -95,15 +95,26 @@ def test_a_moved_state_is_rejected_until_it_is_placed(kind, again, name):
         comparisons.assert_same_bits(ours.values(), expected.values())
 
 
-def test_a_run_without_selected_channels_has_the_same_bits_on_explicit_axes():
+@pytest.mark.parametrize("sending", ["during_step", "after_step"])
+def test_a_run_without_selected_channels_has_the_same_bits_on_a_mesh(sending):
+    # Both leaves are in one group, whose updates keep the last provisional move.
+    leaves = runs.Leaf("a", (2, 16, 8), -2, "float32"), runs.Leaf("b", (16, 8), -2, "float32")
+    settings = runs.Settings(topk_ratio=0.0, update_interval=2, rolling=False, staleness=1)
     values = []
-    for kind in AUTO, EXPLICIT:
-        shardings = {"w": NamedSharding(meshes.make_mesh("fsdp", kind), P("fsdp"))}
-        leaves = (runs.Leaf("w", (16, 16), -2, "float32"),)
-        with runs.Training(leaves, runs.Settings(topk_ratio=0.0), shardings=shardings) as training:
+    for kind in None, AUTO, EXPLICIT:
+        shardings = None
+        if kind is not None:
+            mesh = meshes.make_mesh("fsdp", kind)
+            shardings = {
+                "a": NamedSharding(mesh, P(None, "fsdp")),
+                "b": NamedSharding(mesh, P("fsdp")),
+            }
+        more = {"shardings": shardings, "send_gradients": sending}
+        with runs.Training(leaves, settings, **more) as training:
             training.go(6)
             values.append(training.values())
-    comparisons.assert_same_bits(*values)
+    comparisons.assert_same_bits(*values[:2])
+    comparisons.assert_same_bits(*values[1:])
 
 
 @pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)

@@ -90,13 +90,12 @@ def merge(
     neither. The result also contains the move `moved`.
     """
     mail: Sequence[Any] = [None] * len(specs)
-    lengths, rank = mail, None
+    lengths = mail
     if moved is not None:
         mail, sent = list(map(cut, moved.mail, specs)), moved.step_scalars.unpack()
         rates = [sent.adam.scaled(spec.lr_scale).learning_rate for spec in specs]
         counts = sent.finite > 0
         lengths = [schedule.provisional_step(sent.step, rate, counts) for rate in rates]
-        rank = mail[0].ndim  # with the unit axes of host memory
 
     def merge_leaf(
         shard: Shard,
@@ -120,16 +119,12 @@ def merge(
 
     uploads = {True: iter(donated), False: iter(kept)}
     ends = np.cumsum(channel_widths(specs))[:-1]
-    takes = [
-        BLOCK,
-        HOST_ORDER,
-        EACH_DEVICE,
-        EACH_DEVICE,
-        partial(HOST_ORDER, rank=rank),
-        REPLICATED,
-    ]
+    takes = [BLOCK, HOST_ORDER, EACH_DEVICE, EACH_DEVICE]
+    # Only mail that was in host memory has unit axes.
+    ranks = [partial(HOST_ORDER, rank=None if x is None else x.ndim) for x in mail]
     columns = zip(
         specs,
+        ranks,
         map(cut, weights, specs),
         (next(uploads[_becomes_weight(spec)]) for spec in specs),
         jnp.split(during, ends, axis=1),
@@ -138,7 +133,10 @@ def merge(
         lengths,
         strict=True,
     )
-    new = [on_each_device(merge_leaf, spec, takes, BLOCK, *args) for spec, *args in columns]
+    new = [
+        on_each_device(merge_leaf, spec, [*takes, rank, REPLICATED], BLOCK, *args)
+        for spec, rank, *args in columns
+    ]
     return list(map(put, weights, new, specs))
 
 
