@@ -40,6 +40,7 @@ from train.checkpoints.compatibility import (
 )
 from train.cli.settings import ON_DEVICE, SettingsError
 from train.distributed import processes
+from zenflow_jax import layerwise
 
 
 class CheckpointError(Failure):
@@ -175,7 +176,7 @@ class Checkpoints:
         step: int,
         params: Any,
         opt_state: Any,
-        engine: zenflow_jax.HostEngine | None,
+        engine: zenflow_jax.HostEngine | layerwise.Trainer | None,
         progress: Mapping[str, Any],
         figure: float | None = None,
     ) -> None:
