@@ -125,7 +125,7 @@ class Checkpoints:
         check_same_run(folder, run, self._description)
         self.figures = dict(run["figures"])
         fresh = {"params": params, "opt_state": opt_state}
-        saved, others = split_arrays(fresh)
+        saved, rest = split_arrays(fresh)
         check_arrays(folder, run, describe_arrays(saved))
         arrays = saved if only_engine else self._read_state(folder, saved)
         engine_state = None
@@ -133,15 +133,15 @@ class Checkpoints:
         if kind["stream"] == "weights" or kind["optimizer"] not in ON_DEVICE:
             with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
                 engine_state = reader.restore(folder / "engine")
-        trees = join_arrays(fresh, arrays, others)
+        trees = join_arrays(fresh, arrays, rest)
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
 
     def weights(self, step: int, like: Any) -> Any:
         """Restores only the parameters, in place of those in `like`, which are consumed."""
         folder = self._intact(step)
-        saved, others = split_arrays({"params": like, "opt_state": ()})
+        saved, rest = split_arrays({"params": like, "opt_state": ()})
         restored = self._read_state(folder, saved, partial_restore=True)
-        return join_arrays({"params": like}, restored, others)["params"]
+        return join_arrays({"params": like}, restored, rest)["params"]
 
     def _intact(self, step: int) -> Path:
         """Returns a checkpoint's folder; raises an error if it is damaged."""

@@ -138,8 +138,8 @@ def plan(
         # These are in host memory.
         placeholders = {*map(id, jax.tree.leaves((state.step_scalars, state.mail)))}
         arrays = [x for x in arrays if id(x) not in placeholders]
-    here = {"weights": weights, "optimizer state": arrays}
-    on_device = {name: sum(map(bytes_here, x)) for name, x in here.items()}
+    by_use = {"weights": weights, "optimizer state": arrays}
+    on_device = {name: sum(map(bytes_here, x)) for name, x in by_use.items()}
     flops = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
     return new_plan(
         gpu,
