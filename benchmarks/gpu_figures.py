@@ -274,7 +274,7 @@ def _time(part: Part, *, preset: Preset, updates: str) -> None:
     batch = {"tokens": text(1, preset.batch, preset.length)[0]}
     # The masters' other 16 bits, and two moments.
     state = 10 * max(sum(x.size for x in jax.tree.leaves(tree)) for tree in layers)
-    cases = {"default": None, "a layer's state hidden": 2 * state}
+    cases = {"default": None, "a layer's state hidden": 5 * state // 2}
     for case, in_flight in list(cases.items())[: 2 if "during" in updates else 1]:
         options: dict[str, Any] = {"updates": updates, "in_flight_bytes": in_flight, **functions}
         options["optimizer"] = _OPTIMIZERS["adamw"]

@@ -41,7 +41,7 @@ def train(command: Command, console: Console, stop: StopRequest) -> None:
     """Trains a run, or finishes a stopped run, and leaves the results in the run's folder.
 
     With `steps` 0, it shows a validation's metrics and writes nothing. A `run` is resumed from its
-    newest intact checkpoint. Raises `Stopped` if a signal ends the run.
+    newest checkpoint. Raises `Stopped` if a signal ends the run.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)

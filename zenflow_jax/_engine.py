@@ -282,8 +282,7 @@ class HostEngine:
         return self._snapshot(copy_bytes)
 
     def _snapshot(self, copy_bytes: int | None) -> EngineSnapshot:
-        self._settle()
-        run, pending = self._progress.before_next_step(), self._updates.wait()
+        pending, run = self._settle(), self._progress.before_next_step()
         run = dataclasses.replace(run, pending=pending, token=self._tokens.number)
         weights, where = self._tokens.weights, (self._offloaded, self._worker, self._devices)
         snapshot = EngineSnapshot(self._abstract, run, weights, *where, copy_bytes)
@@ -349,12 +348,12 @@ class HostEngine:
         # The device may still be running the last step, and reading its counts would wait.
         self._integrity.check(self._progress.step - 1)
 
-    def _settle(self) -> None:
-        """Waits until the worker is idle and all comparisons have been read."""
+    def _settle(self) -> list[int]:
+        """Waits until the worker is idle and all comparisons are read; result as `Updates.wait`."""
         self._check_usable()
         self._integrity.check(self._progress.step)
         self._mailbox.drain()
-        self._updates.wait()
+        return self._updates.wait()
 
 
 def _in_place(call: Callable[..., tuple[Any, Any]], model: Any, optimizer: Any) -> None:

@@ -21,7 +21,7 @@ from zenflow_jax._device.memory import mail_rank, to_host
 from zenflow_jax._device.state import Static, ZenFlowState
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import judge, split_gradient, step_selected
-from zenflow_jax._device.streamed import is_streamed, misused, parts_of
+from zenflow_jax._device.streamed import gradient_parts, is_streamed, misused
 from zenflow_jax._spec.adaptive import Select, Window
 from zenflow_jax._spec.arguments import (
     NUMBERS,
@@ -227,7 +227,7 @@ def _update(
     # This is the only read of whole gradients, leaf by leaf as the backward pass computes them.
     moves = schedule.provisional_share is not None
     seen = [
-        parts_of(g)
+        gradient_parts(g)
         if is_streamed(g)
         else split_gradient(
             g,

@@ -80,12 +80,12 @@ def stream(
             "'during_step'."
         )
     specs = [leaf.spec for leaf in state.leaves]
-    found = match_leaves(params, specs)
-    weights = list(found.leaves)
+    tree = match_leaves(params, specs)
+    weights = list(tree.leaves)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(as_pure(params))]
     signs = state.schedule.provisional_share is not None
     rank = mail_rank(specs)
-    for place, leaf in zip(found.places, state.leaves, strict=True):
+    for place, leaf in zip(tree.places, state.leaves, strict=True):
         streams = stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
         if where is not None:
             streams = bool(where(paths[place], weights[place]))
@@ -96,7 +96,7 @@ def stream(
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
     if not any(map(is_streamed, weights)):
         raise ValueError("No leaf can stream. Stack the layers along the first axis.")
-    return jax.tree.unflatten(found.treedef, weights)
+    return jax.tree.unflatten(tree.treedef, weights)
 
 
 def stream_scans(loss_fn: Callable[..., PyTree]) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def test_a_checkpoint_resumes_on_a_mesh(tmp_path):
             np.testing.assert_array_equal(cast, np.asarray(training.params[name]))
 
 
-def test_a_selection_over_fewer_devices_is_rejected(tmp_path):
+def test_a_selection_over_fewer_devices_is_rejected():
     # One device and eight pieces of 32 or 16 channels select the same number of channels.
     settings = Settings(topk_ratio=0.25, update_interval=2, select_interval=2)
     leaves = MORE_LEAVES[1:3]

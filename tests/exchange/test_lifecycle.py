@@ -80,7 +80,7 @@ def left(engine, caplog):
 @pytest.mark.parametrize(
     ("method", "end"),
     [
-        *((method, None) for method in ("exchange", "flush", "state", "stream")),
+        *((method, None) for method in ("exchange", "flush", "state", "snapshot")),
         *((method, left) for method in ("exchange", "flush", "state")),
         ("flush", closed),
     ],

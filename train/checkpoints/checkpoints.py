@@ -40,6 +40,7 @@ from train.checkpoints.compatibility import (
 )
 from train.cli.settings import ON_DEVICE, SettingsError
 from train.distributed import processes
+from zenflow_jax import layerwise
 
 
 class CheckpointError(Failure):
@@ -124,7 +125,7 @@ class Checkpoints:
         check_same_run(folder, run, self._description)
         self.figures = dict(run["figures"])
         fresh = {"params": params, "opt_state": opt_state}
-        saved, others = split_arrays(fresh)
+        saved, rest = split_arrays(fresh)
         check_arrays(folder, run, describe_arrays(saved))
         arrays = saved if only_engine else self._read_state(folder, saved)
         engine_state = None
@@ -132,15 +133,15 @@ class Checkpoints:
         if kind["stream"] == "weights" or kind["optimizer"] not in ON_DEVICE:
             with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
                 engine_state = reader.restore(folder / "engine")
-        trees = join_arrays(fresh, arrays, others)
+        trees = join_arrays(fresh, arrays, rest)
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
 
     def weights(self, step: int, like: Any) -> Any:
         """Restores only the parameters, in place of those in `like`, which are consumed."""
         folder = self._intact(step)
-        saved, others = split_arrays({"params": like, "opt_state": ()})
+        saved, rest = split_arrays({"params": like, "opt_state": ()})
         restored = self._read_state(folder, saved, partial_restore=True)
-        return join_arrays({"params": like}, restored, others)["params"]
+        return join_arrays({"params": like}, restored, rest)["params"]
 
     def _intact(self, step: int) -> Path:
         """Returns a checkpoint's folder; raises an error if it is damaged."""
@@ -175,7 +176,7 @@ class Checkpoints:
         step: int,
         params: Any,
         opt_state: Any,
-        engine: zenflow_jax.HostEngine | None,
+        engine: zenflow_jax.HostEngine | layerwise.Trainer | None,
         progress: Mapping[str, Any],
         figure: float | None = None,
     ) -> None:

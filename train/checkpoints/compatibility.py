@@ -63,25 +63,25 @@ def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):
             mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, state.mail))}
-    saved, others = {}, {}
+    saved, rest = {}, {}
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
-        place = others if id(x) in mail or x.size == 0 else saved
+        place = rest if id(x) in mail or x.size == 0 else saved
         place[_name_of(path)] = x
-    return saved, others
+    return saved, rest
 
 
 def _is_zenflow(x: Any) -> bool:
     return isinstance(x, zenflow_jax.ZenFlowState)
 
 
-def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+def join_arrays(trees: Any, saved: Mapping[str, Any], rest: Mapping[str, Any]) -> Any:
     """Returns `trees` with the arrays that `split_arrays` returned for similar trees."""
 
     def restored(path, _):
         name = _name_of(path)
         if name in saved:
             return saved[name]
-        x = others[name]
+        x = rest[name]
         if isinstance(x, jax.ShapeDtypeStruct):  # empty
             blank = np.zeros(x.shape, x.dtype)
             return jax.make_array_from_callback(x.shape, x.sharding, lambda index: blank[index])

@@ -24,10 +24,10 @@ TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
 
 def join(launch: Launch) -> None:
     """Connects this process to the others in `launch` or in SLURM's step, before jax starts."""
-    given = dataclasses.astuple(launch)
-    if given.count(None) < len(given):  # jax rejects some without the others
+    options = dataclasses.astuple(launch)
+    if options.count(None) < len(options):  # jax rejects some without the others
         jax.distributed.initialize(
-            *given,
+            *options,
             cluster_detection_method="deactivate",  # the flags also apply inside a SLURM job
             **TIMEOUTS,
         )

@@ -154,9 +154,9 @@ class Marks:
 
     def as_given(self) -> bool:
         """Returns whether arguments that are JSON text are written without changes or quotes."""
-        given = [x for x in self.leaves if x.path[-1] == "arguments" and x.marks]
-        same = all(x.begin >= 0 and self._shown(x) == x.text for x in given)
-        return same and not any(f'"{x.value.strip()}"' in self.text for x in given)
+        arguments = [x for x in self.leaves if x.path[-1] == "arguments" and x.marks]
+        same = all(x.begin >= 0 and self._shown(x) == x.text for x in arguments)
+        return same and not any(f'"{x.value.strip()}"' in self.text for x in arguments)
 
     def _shown(self, leaf: Leaf) -> str:
         return self.text[leaf.begin : leaf.end + 1]
@@ -250,10 +250,10 @@ def _needed(path: tuple[Any, ...]) -> bool | None:
 
 def _parts(text: str, words: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]:
     """Yields each part's first and last letter, and whether the end of a thought follows."""
-    found = [*words.finditer(text)]
-    thought = max((m.start() for m in found if _THOUGHT.search(m[0])), default=-1)
+    matches = [*words.finditer(text)]
+    thought = max((m.start() for m in matches if _THOUGHT.search(m[0])), default=-1)
     begin = 0
-    for end, following in [*(m.span() for m in found), (len(text), len(text))]:
+    for end, following in [*(m.span() for m in matches), (len(text), len(text))]:
         part = text[begin:end]
         for kind in (_LETTER, _PRINTED):
             if (first := kind.search(part)) and (last := kind.search(part[::-1])):

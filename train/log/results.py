@@ -6,7 +6,7 @@ validation.csv        the metrics of every validation
 loss.png              curves of the losses
 timeline.png          where the last steps' time went (docs/timeline.md), with zenflow and offload
 summary.json          the run's figures, and the engine's statistics. Except for steps and
-                      parameters, they cover only this start; with several processes, times are
+                      parameters, they cover only this start; with several processes, they are
                       from process 0. `best_step` is the step of the saved weights, null without
                       keep_best
 checkpoints/          the run's checkpoints, to resume from (`checkpoints/checkpoints.py`)

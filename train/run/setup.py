@@ -154,7 +154,6 @@ def make_trainer(job: Job, state: Any = None) -> layerwise.Trainer:
         max_grad_norm=settings.max_grad_norm,
         updates=settings.layer_updates,
         inputs=settings.layer_inputs,
-        # The meter counts skipped steps.
         compiler_options=DETERMINISTIC,
         state=state,
     )

@@ -45,7 +45,7 @@ class Fields:
     def __init__(self, *read: str, refused: Collection[str] | None = None):
         self._read = read
         self._refused = refused
-        self._others: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def check(self, where: str, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
@@ -54,15 +54,15 @@ class Fields:
             if self._refused is not None:
                 refuse(where, name, value, self._refused)
             if not _WEIGHT.fullmatch(_fold(name)):
-                self._others[name] += 1
+                self._counts[name] += 1
             elif value != 1:
                 problem = f"{where}: the field {name!r} must be 1, but is {shorten(repr(value))}."
                 raise DataError(f"{problem} Leave out this example, or weigh its messages.")
 
     def notes(self, where: object) -> list[str]:
         """Returns a sentence that lists the 12 most frequent other fields with their counts."""
-        common = [f"{name!r} {count}" for name, count in self._others.most_common(12)]
-        common += ["..."] * (len(self._others) > 12)
+        common = [f"{name!r} {count}" for name, count in self._counts.most_common(12)]
+        common += ["..."] * (len(self._counts) > 12)
         return [f"{where}: fields that are not read: {', '.join(common)}"] if common else []
 
 

@@ -107,11 +107,11 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     A file contains an object per line, objects of several lines, or a list of objects.
     """
-    found = tables.rows(path) if tables.is_table(path) else _objects(path)
-    if (first := next(found, None)) is None:
+    rows = tables.rows(path) if tables.is_table(path) else _objects(path)
+    if (first := next(rows, None)) is None:
         raise DataError(f"{path}: the file has no examples.")
     yield first
-    yield from found
+    yield from rows
 
 
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,1 +1,1 @@
-"""A run's state as trees for checkpoints, and its restoration."""
+"""An engine's saved state, as a tree or in files, and its restoration."""

@@ -87,7 +87,7 @@ class EngineSave(ocp.args.CheckpointArgs):
     on a file system.
 
     Attributes:
-        engine: The engine.
+        engine: The engine, or a `layerwise.Trainer`.
         copy_bytes: Maximum number of bytes for copies. None means one byte for each of this
             process's offloaded parameters. With 20 bytes each, training never waits.
 
@@ -110,7 +110,7 @@ class EngineSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_restore=True)
 @dataclasses.dataclass
 class EngineRestore(ocp.args.CheckpointArgs):
-    """Restores the state that `EngineSave` saved, for `HostEngine(engine_state=...)`.
+    """Restores the state that `EngineSave` saved, for `HostEngine(engine_state=...)` or a trainer.
 
     The result is a tree like `engine.state()`, but large arrays stay in their files until the new
     engine reads them, on any number of devices and processes. Keep the files until then.

@@ -170,8 +170,8 @@ def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[in
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
     row = np.array([values], np.int32)
-    here = [device for device in ordered if device.process_index == jax.process_index()]
-    pieces = [jax.device_put(row, device) for device in here]
+    local = [device for device in ordered if device.process_index == jax.process_index()]
+    pieces = [jax.device_put(row, device) for device in local]
     x = jax.make_array_from_single_device_arrays(
         (len(ordered), len(values)), NamedSharding(mesh, PartitionSpec("device")), pieces
     )

@@ -1,4 +1,4 @@
-"""Files with an engine's state: written in pieces, in any order, and read on demand.
+"""Files with an engine's or a trainer's state: written in pieces, in any order, read on demand.
 
 They use the safetensors format. The safetensors library can write only whole arrays that are in
 memory, which has no room for such copies during a save. `saving.py` describes the contents.

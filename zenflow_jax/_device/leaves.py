@@ -42,8 +42,8 @@ class CallerTree:
 def match_leaves(params: PyTree, specs: Sequence[LeafSpec]) -> CallerTree:
     """Finds a state's leaves by key path in a caller's tree; rejects other shapes and dtypes."""
     leaves, treedef = jax.tree.flatten(params)
-    found = CallerTree(leaves, treedef, _places(treedef, tuple(spec.name for spec in specs)))
-    for leaf, spec in zip(found.weights, specs, strict=True):
+    tree = CallerTree(leaves, treedef, _places(treedef, tuple(spec.name for spec in specs)))
+    for leaf, spec in zip(tree.weights, specs, strict=True):
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape != spec.shape or dtype != spec.dtype:
             kind = type(leaf).__name__ if shape is None else f"{dtype} {shape}"
@@ -51,7 +51,7 @@ def match_leaves(params: PyTree, specs: Sequence[LeafSpec]) -> CallerTree:
                 f"{spec.name} is {kind} in `params`, but {spec.dtype.name} {spec.shape} in the "
                 "state. Pass the tree that `tx.init` saw."
             )
-    return found
+    return tree
 
 
 # Cached, because callers pass a tree at every step: of trained leaves, all parameters, or the

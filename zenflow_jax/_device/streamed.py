@@ -185,7 +185,7 @@ def _as_packed(floats: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(floats, jnp.uint32) - _SMALLEST
 
 
-def parts_of(g: Streamed) -> GradientParts:
+def gradient_parts(g: Streamed) -> GradientParts:
     """Returns the gradient parts of a streamed leaf."""
     return g.probes.parts._replace(signs=jax.tree.map(_as_packed, g.probes.parts.signs))
 

@@ -231,14 +231,16 @@ class Updates:
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
             if kind != 1:
                 continue
-            uploads = [self._worker.upload_part(i) for i in group.part_numbers]
+            numbered = zip(group.part_numbers, group.parts, strict=True)
+            pairs = [(leaves[i], part) for i, part in numbered]
+            uploads = [[upload(leaf.to_upload, x) for x in part.devices] for leaf, part in pairs]
             # The next update writes to the source arrays.
             jax.block_until_ready(uploads)
             # Each device's rows in the order of leaves, by position.
             rows: dict[tuple[int, Any], list[np.ndarray]] = {}
-            for i, part in zip(group.part_numbers, group.parts, strict=True):
+            for leaf, part in pairs:
                 for place in zip(part.positions, part.devices, strict=True):
-                    rows.setdefault(place, []).append(leaves[i].before.reshape(1, -1))
+                    rows.setdefault(place, []).append(leaf.before.reshape(1, -1))
             pieces = [upload(np.concatenate(rows[x], axis=1), x[1]) for x in sorted(rows)]
             like = self._rows[number]
             assert like is not None, "only a run without offloaded leaves has an empty group"

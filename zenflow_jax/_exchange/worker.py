@@ -127,11 +127,6 @@ class Worker:
             self.check()
         return leaves
 
-    def upload_part(self, i: int) -> list[jax.Array]:
-        """Starts uploads of part `i`'s masters, which no update may change before they arrive."""
-        array = self.leaves()[i].to_upload
-        return [upload(array, device) for device in self._offloaded.parts[i].devices]
-
     def wait(self, future: Future, after: PyTree) -> Any:
         """Waits for the result of `future`, on the caller's thread.
 
@@ -340,7 +335,8 @@ class Worker:
                 self.recorder.works_at("update", step)
                 continue
             first = first or time.perf_counter()
-            uploads.append(self.upload_part(i))
+            devices = self._offloaded.parts[i].devices
+            uploads.append([upload(leaf.to_upload, device) for device in devices])
         if first:
             self.recorder.works_at("wait for uploads", step)
             # The next update writes to the source arrays.

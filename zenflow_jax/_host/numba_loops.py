@@ -18,7 +18,6 @@ and `fs` their factors, None and 0 if there are fewer. A tile is elements `left`
 whole buckets, of channels `first` to `last`.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +49,6 @@ _INNER: Any = {**_OPTIONS, "no_cpython_wrapper": True}
 
 def compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
     """Compiles to serial code that releases the GIL, cached on disk if Numba finds a folder."""
-    function = inspect.unwrap(function)  # wrapped by jaxtyping's import hook in tests
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:
@@ -70,10 +68,9 @@ def by_type(
     def either(*args: object) -> Any:
         raise NotImplementedError("Only compiled code may call this function.")
 
-    pair = inspect.unwrap(if_kind), inspect.unwrap(otherwise)
     # Not strict, because argument names may differ from `args`.
     overload(either, jit_options=_INNER, strict=False)(
-        lambda *args: pair[0] if args[position] == kind else pair[1]
+        lambda *args: if_kind if args[position] == kind else otherwise
     )
     return either
 

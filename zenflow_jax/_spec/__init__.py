@@ -1,1 +1,1 @@
-"""Decisions made before the first step: static and hashable, without arrays."""
+"""Decisions made before the first step, and the numbers that both halves share."""

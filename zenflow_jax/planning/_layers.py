@@ -20,13 +20,7 @@ from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
 from zenflow_jax.layerwise._transfers import bytes_here, nbytes
 from zenflow_jax.planning._gpus import Gpu, gpu_named
-from zenflow_jax.planning._plans import (
-    TEMPORARIES,
-    Plan,
-    devices_of,
-    new_plan,
-    shares_of,
-)
+from zenflow_jax.planning._plans import TEMPORARIES, Plan, device_count, new_plan, share_count
 from zenflow_jax.planning._steps import products
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
@@ -85,7 +79,7 @@ def plan_layerwise(
         gpu,
         weights,
         device=fullest,
-        host={name: devices_of(weights) * x for name, x in host.items()},
+        host={name: device_count(weights) * x for name, x in host.items()},
         checkpoint=sum(
             nbytes(x) for kind in kinds for x in jax.tree.leaves((kind.weights, kind.others))
         ),
@@ -150,7 +144,7 @@ def _work_of(
     types = jax.tree.map(lambda x: _at(x, None), batch)
     known, flops = dict[Any, Any](), 0.0
     program = trace_model(*functions, trees[0], trees[1:], types, jax.jit)
-    shares = shares_of(batch)
+    shares = share_count(batch)
 
     def call(function: Any, *args: PyTree) -> tuple[PyTree, int]:
         """Returns the results as shapes, and the bytes of temporaries; adds up operations."""

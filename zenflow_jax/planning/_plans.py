@@ -132,37 +132,37 @@ def plan(
     weights, arrays = jax.tree.leaves(params), jax.tree.leaves(opt_state)
     engine, saved = {}, []
     if has_state(opt_state):
-        state, devices = find_state(opt_state), devices_of(weights)
+        state, devices = find_state(opt_state), device_count(weights)
         engine = needs_of(state, devices=devices, host_state=host_state)
         saved = jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
         # These are in host memory.
         placeholders = {*map(id, jax.tree.leaves((state.step_scalars, state.mail)))}
         arrays = [x for x in arrays if id(x) not in placeholders]
-    here = {"weights": weights, "optimizer state": arrays}
-    on_device = {name: sum(map(bytes_here, x)) for name, x in here.items()}
+    by_use = {"weights": weights, "optimizer state": arrays}
+    on_device = {name: sum(map(bytes_here, x)) for name, x in by_use.items()}
     flops = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
     return new_plan(
         gpu,
         weights,
         device=on_device | engine.pop("device", {}),
         checkpoint=sum(map(nbytes, (*weights, *arrays, *saved))),
-        flops=flops / shares_of(arguments),
+        flops=flops / share_count(arguments),
         **engine,
     )
 
 
 def new_plan(gpu: Gpu, weights: Sequence[HasShape], **fields: Any) -> Plan:
     """Returns a plan for these weights on a typical machine."""
-    devices, parameters = devices_of(weights), sum(math.prod(x.shape) for x in weights)
+    devices, parameters = device_count(weights), sum(math.prod(x.shape) for x in weights)
     rate, memory = gpu.host_beside(devices)
     return Plan(gpu, devices, parameters, memory, rate, **fields)
 
 
-def devices_of(arrays: Sequence[object]) -> int:
+def device_count(arrays: Sequence[object]) -> int:
     return max(getattr(getattr(x, "sharding", None), "num_devices", 1) for x in arrays)
 
 
-def shares_of(arguments: PyTree) -> int:
+def share_count(arguments: PyTree) -> int:
     """Returns the number of shares that devices split the most divided argument into."""
     shares = [nbytes(x) // max(bytes_here(x), 1) for x in jax.tree.leaves(arguments)]
     return max([1, *shares])
