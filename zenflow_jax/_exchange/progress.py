@@ -75,10 +75,6 @@ class Progress:
         self._measured: dict[int, jax.Array] = {}
 
     @property
-    def step(self) -> int:
-        return self.run.step
-
-    @property
     def counts(self) -> dict[str, Any]:
         """Returns the fields of `EngineStats` that the schedule decides."""
         shares = self.run.schedule_state.shares

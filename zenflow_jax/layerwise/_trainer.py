@@ -148,7 +148,7 @@ class Trainer:
             (first, layers, last),
             blocks,
             decisions(max_grad_norm, jit, at_once=at_once),
-            new_progress(sizes, counts, _everywhere(weights[0].sharding)),
+            new_progress(sizes, counts, weights[0].sharding),
             _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes,
             jit,
             at_once=at_once,
@@ -319,10 +319,3 @@ class Trainer:
 
 
 _master = jax.jit(lambda *leaf: jnp.copy(master_of(*leaf)))  # never the trainer's own array
-
-
-def _everywhere(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Returns the sharding of scalars beside an array."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    return sharding
