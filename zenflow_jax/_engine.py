@@ -287,7 +287,7 @@ class HostEngine:
         run = dataclasses.replace(run, pending=pending, token=self._tokens.number)
         weights, where = self._tokens.weights, (self._offloaded, self._worker, self._devices)
         snapshot = EngineSnapshot(self._abstract, run, weights, *where, copy_bytes)
-        self._lifecycle.saves(snapshot.written)
+        self._lifecycle.saves.append(snapshot.written)
         return snapshot
 
     @recorded("state")
