@@ -5,7 +5,6 @@ numbered by their position among all leaves. Files contain a checksum for each a
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import types
@@ -170,12 +169,11 @@ def _checked(saved: StoredArray, checksums: Mapping[str, Any], name: str) -> Sto
         read = lambda index, out: np.copyto(out, values()[index])  # noqa: E731
         return types.SimpleNamespace(shape=piece.shape, read=read)
 
-    new: Any = copy.copy(saved)
-    new.pieces = {
+    pieces: Any = {
         start: checked(x, int(checksums[",".join(map(str, start))]))
         for start, x in saved.pieces.items()
     }
-    return new
+    return dataclasses.replace(saved, pieces=pieces)
 
 
 def _checksum(x: np.ndarray) -> int:
