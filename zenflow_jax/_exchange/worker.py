@@ -129,8 +129,7 @@ class Worker:
 
     def upload_part(self, i: int) -> list[jax.Array]:
         """Starts uploads of part `i`'s masters, which no update may change before they arrive."""
-        leaf = self.leaves()[i]
-        array = leaf.master.values.reshape(leaf.spec.shape)  # in the leaf's dtype; not a copy
+        array = self.leaves()[i].to_upload
         return [upload(array, device) for device in self._offloaded.parts[i].devices]
 
     def wait(self, future: Future, after: PyTree) -> Any:

@@ -82,6 +82,11 @@ class HostLeaf:
         return [*self.written, self.channels, *(self.spare or ())]
 
     @property
+    def to_upload(self) -> np.ndarray:
+        """Returns the masters in the leaf's dtype and shape, for an upload, without a copy."""
+        return self.master.values.reshape(self.spec.shape)
+
+    @property
     def nbytes(self) -> int:
         """Returns a copy's bytes without step counts: at most 20 per parameter."""
         sums = 8 * self.master.size if self.open.kept and self.open.sums is None else 0

@@ -20,7 +20,13 @@ from zenflow_jax.layerwise._tracing import types_of
 from zenflow_jax.layerwise._trainer import _IN_FLIGHT
 from zenflow_jax.layerwise._transfers import bytes_here, nbytes
 from zenflow_jax.planning._gpus import Gpu, gpu_named
-from zenflow_jax.planning._plans import TEMPORARIES, Plan, devices_of, new_plan, shares_of
+from zenflow_jax.planning._plans import (
+    TEMPORARIES,
+    Plan,
+    devices_of,
+    new_plan,
+    shares_of,
+)
 from zenflow_jax.planning._steps import products
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
