@@ -63,8 +63,9 @@ def products(jaxpr: Any) -> float:
 
     A loop with an unknown number of iterations counts once; unused results are not counted.
     """
+    live: Any = dce_jaxpr(jaxpr, True)[0]
     flops = 0.0
-    for equation in dce_jaxpr(jaxpr, True)[0].eqns:
+    for equation in live.eqns:
         name = equation.primitive.name
         if name in _TERMS:
             # TF32, for float32 arrays, has half of bfloat16's rate on all GPUs of the table.
