@@ -118,8 +118,7 @@ def _shape_of(path: str, x: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(x, "dtype") or x.dtype not in DTYPES:
         raise TypeError(
             f"{path} is {getattr(x, 'dtype', x)}, but weights must be float32 or bfloat16 arrays. "
-            "Pass other arrays in the batch, or return them from `first` in `shared`; with "
-            "equinox, use `eqx.filter(block, eqx.is_inexact_array)`."
+            "Pass others in the batch; with equinox, use `eqx.filter(block, eqx.is_inexact_array)`."
         )
     first_device = SingleDeviceSharding(jax.local_devices()[0])
     where: Any = getattr(x, "sharding", first_device)

@@ -313,8 +313,7 @@ class Trainer:
         paths = [path for block in self._blocks for path in block.paths()]
         return (
             f"The optimizer's update of {paths[report - 1]} is not finite in step {step}, though "
-            "its gradient is. Look for NaN in the learning rate's schedule, and resume from the "
-            "last checkpoint."
+            "its gradient is. Look for NaN in the learning rate's schedule."
         )
 
 
