@@ -181,7 +181,7 @@ class HostEngine:
         closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
         arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
         at_once = [group for group in closing if boundaries[group].synchronous]
-        first = self._progress.step == 0
+        first = self._progress.run.step == 0
         state = self._checker.state(opt_state)
         # Rejects unsuitable parameters before any change.
         taken = self._checker.params(params)
@@ -191,7 +191,7 @@ class HostEngine:
         if first:
             self._updates.load(offloaded)
         with self._lifecycle.change():
-            step = self._progress.step + 1
+            step = self._progress.run.step + 1
             self._integrity.step_made(step, taken.weights, state.leaves, state.step_scalars)
             self._mailbox.send(state, step)
             weights = self._updates.collect(offloaded, arriving, state, keep_move=True)
@@ -243,7 +243,7 @@ class HostEngine:
         pending, open_steps = self._updates.pending, self._progress.run.open_steps
         arriving = [group for group in pending if at_once or not open_steps[group]]
         self._mailbox.drain()
-        self._integrity.check(self._progress.step)
+        self._integrity.check(self._progress.run.step)
         with self._lifecycle.change(flushes=True):
             if arriving:
                 offloaded = self._offloaded.pick(taken.weights)
@@ -286,7 +286,7 @@ class HostEngine:
         run = dataclasses.replace(run, pending=pending, token=self._tokens.number)
         weights, where = self._tokens.weights, (self._offloaded, self._worker, self._devices)
         snapshot = EngineSnapshot(self._abstract, run, weights, *where, copy_bytes)
-        self._lifecycle.saves(snapshot.written)
+        self._lifecycle.saves.append(snapshot.written)
         return snapshot
 
     @recorded("state")
@@ -294,7 +294,7 @@ class HostEngine:
         """Waits for the host's masters; returns `noted`, replaced by each step, flush or load."""
         self._check_usable()
         self._checker.state(opt_state)
-        if self._progress.step == 0:
+        if self._progress.run.step == 0:
             weights = self._checker.params(params).weights
             self._updates.load(self._offloaded.pick(weights))
             self._tokens.note(weights)
@@ -346,12 +346,12 @@ class HostEngine:
         if self._lifecycle.interrupted:
             raise RuntimeError(INTERRUPTED)
         # The device may still be running the last step, and reading its counts would wait.
-        self._integrity.check(self._progress.step - 1)
+        self._integrity.check(self._progress.run.step - 1)
 
     def _settle(self) -> list[int]:
         """Waits until the worker is idle and all comparisons are read; result as `Updates.wait`."""
         self._check_usable()
-        self._integrity.check(self._progress.step)
+        self._integrity.check(self._progress.run.step)
         self._mailbox.drain()
         return self._updates.wait()
 

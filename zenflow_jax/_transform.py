@@ -27,7 +27,6 @@ from zenflow_jax._spec.arguments import (
     NUMBERS,
     check_numbers,
     check_schedule,
-    check_static,
     check_transfer_dtype,
 )
 from zenflow_jax._spec.groups import assign_groups
@@ -161,7 +160,6 @@ def zenflow(
     References:
         Lan et al., ZenFlow, https://arxiv.org/abs/2505.12242, 2025.
     """
-    check_static({name: x for name, x in locals().items() if name in STATIC_ARGS})
     schedule = check_schedule(
         topk_ratio=topk_ratio,
         update_interval=update_interval,

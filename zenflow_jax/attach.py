@@ -32,12 +32,11 @@ class attach:  # lower case, because it is called like a function
 
     Args:
         step: The train step. Pass parameters and state by position.
-        engine: The run's engine. With None, the first call creates the engine from the call's
-            arguments, whose state must be fresh or belong to `engine_options["engine_state"]`.
         get: `get(*values)` returns (params, opt_state), where `values` are the step's positional
             arguments, or its results (one value, if it does not return a tuple or list).
         put: `put(params, opt_state, *values)` returns the step's results with these two in place.
-        engine_options: Arguments of the `HostEngine` that the first call creates.
+        engine_options: Arguments of the `HostEngine` that the first call creates. The call's state
+            must be fresh, or belong to `engine_options["engine_state"]`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -69,18 +68,15 @@ class attach:  # lower case, because it is called like a function
     def __init__(
         self,
         step: Callable[..., PyTree],
-        engine: HostEngine | None = None,
         *,
         get: Callable[..., tuple[PyTree, PyTree]] | None = None,
         put: Callable[..., PyTree] | None = None,
         engine_options: Mapping[str, Any] | None = None,
     ):
-        if engine is not None and engine_options is not None:
-            raise TypeError("An `engine` has its options. Pass `engine_options` without it.")
         self._get, self._put = get or _get, put or _put
         self._step, self._engine_options = step, engine_options or {}
-        #: The engine; None before the first call creates it.
-        self.engine: Any = engine
+        #: The engine; if it is None, the next call creates it.
+        self.engine: Any = None
         functools.update_wrapper(self, step, updated=())  # without the step's attributes
 
     def __call__(self, *args: PyTree, **more: PyTree) -> Any:

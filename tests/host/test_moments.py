@@ -7,15 +7,7 @@ import numpy as np
 import pytest
 
 from tests import arithmetic
-from tests.host.states import (
-    BFLOAT16,
-    KERNELS,
-    bits,
-    new_gradient,
-    new_state,
-    some_channels,
-    step,
-)
+from tests.host.states import BFLOAT16, KERNELS, bits, new_gradient, new_state, some_channels, step
 from zenflow_jax._host import codes, numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import HostArray, new_moments

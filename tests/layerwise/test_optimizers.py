@@ -81,12 +81,6 @@ def test_a_run_equals_the_optimizer_on_the_whole_model(name):
     assert losses[-1] != losses[0]
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_an_optimizer_that_cannot_update_leaves_one_by_one_is_refused(name):
-    with pytest.raises((ValueError, TypeError, AttributeError), match=REFUSED[name][0]):
-        trained(made(name))
-
-
 def test_optimizer_states_give_the_averaged_weights_of_a_schedule_free_run():
     optimizer, params = optax.contrib.schedule_free_sgd(0.5), small(new_params())
     masters, state = params, optimizer.init(params)
@@ -139,16 +133,17 @@ def next_norm():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "error", "text"),
+    ("make", "text"),
     [
-        (next_norm(), ValueError, "also depends on"),
-        (optax.masked(optax.sgd(0.1), {"up": True}), Exception, "must be functions of one layer"),
-        (optax.contrib.reduce_on_plateau(), TypeError, "required keyword-only argument.*value"),
-        (optax.apply_if_finite(optax.sgd(0.1), 3), ValueError, "also depends on"),
+        *((functools.partial(made, name), text) for name, (text, _) in sorted(REFUSED.items())),
+        (next_norm, "also depends on"),
+        (lambda: optax.masked(optax.sgd(0.1), {"up": True}), "must be functions of one layer"),
+        (optax.contrib.reduce_on_plateau, "required keyword-only argument.*value"),
+        (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), "also depends on"),
     ],
 )
-def test_optimizers_that_need_more_than_a_leaf_are_refused(optimizer, error, text):
-    with pytest.raises(error) as caught:
-        trained(optimizer)
+def test_an_optimizer_that_cannot_update_leaves_one_by_one_is_refused(make, text):
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        trained(make())
     notes = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert re.search(text, notes), notes

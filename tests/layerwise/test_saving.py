@@ -52,7 +52,6 @@ def test_a_save_has_the_arrays_of_its_moment_though_all_of_them_are_replaced(tmp
         trainer.step(BATCHES[1])
         trainer.wait()
         snapshot.write(tmp_path)
-    ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()).close()
     got = zenflow_jax.EngineCheckpointHandler().restore(tmp_path)
     check_equal(jax.tree.map(np.asarray, got["leaves"]), expected["leaves"])
 

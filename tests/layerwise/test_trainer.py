@@ -149,52 +149,38 @@ def test_a_copy_has_the_type_of_a_device_put_but_runs_no_program(kind):
         _transfers.moved(kind, [x])
 
 
-def live_bytes(kind="device"):
+def device_bytes():
     arrays = {id(x): x for x in jax.live_arrays() if not x.is_deleted()}
-    return sum(x.nbytes for x in arrays.values() if x.sharding.memory_kind == kind)
-
-
-def most_bytes(monkeypatch, method, **options):
-    """Returns the most bytes on the device in a step, beyond those before it, by micro-batches."""
-    most, original = {}, getattr(Dispatcher, method)
-    batches = [np.concatenate([batch] * 4) for batch in BATCHES]
-    for parts in (1, 4, 16):
-        with layerwise.Trainer(
-            new_params(), **MODEL, optimizer=optax.adamw(1e-2), **options
-        ) as trainer:
-            trainer.step(*np.split(batches[0], parts))
-            trainer.wait()
-            before, seen = live_bytes(), []
-
-            def counted(*args, seen=seen):
-                result = original(*args)
-                seen.append(live_bytes())
-                return result
-
-            with monkeypatch.context() as patched:
-                patched.setattr(Dispatcher, method, counted)
-                trainer.step(*np.split(batches[1], parts))
-            most[parts] = max(seen) - before
-    return most
+    return sum(x.nbytes for x in arrays.values() if x.sharding.memory_kind == "device")
 
 
 @pytest.mark.parametrize("updates", ["after_backward", "during_backward"])
 def test_the_device_holds_a_few_layers_however_many_micro_batches_there_are(monkeypatch, updates):
-    most = most_bytes(monkeypatch, "_fetch", updates=updates)
+    most, original = {}, Dispatcher._fetch
+    batches = [np.concatenate([batch] * 4) for batch in BATCHES]
+    for parts in (1, 4, 16):
+        with layerwise.Trainer(
+            new_params(), **MODEL, optimizer=optax.adamw(1e-2), updates=updates
+        ) as trainer:
+            trainer.step(*np.split(batches[0], parts))
+            trainer.wait()
+            before, seen = device_bytes(), []
+
+            def counted(*args, seen=seen):
+                result = original(*args)
+                seen.append(device_bytes())
+                return result
+
+            with monkeypatch.context() as patched:
+                patched.setattr(Dispatcher, "_fetch", counted)
+                trainer.step(*np.split(batches[1], parts))
+            most[parts] = max(seen) - before
     outer, one = 4 * 2 * WORDS * WIDTH, 4 * (2 * 12 * WIDTH + WIDTH)
     inputs = 4 * LAYERS * (16 * 5 * WIDTH)
     # The outer weights and their gradient; weights of three layers, gradients of two, and the
     # state of three leaves; other arrays are small.
     assert most[1] < 2 * outer + 5 * one + 3 * 3 * outer + inputs + 3000
     assert max(most.values()) <= most[1] * 1.05
-
-
-def test_an_evaluation_leaves_nothing_on_the_device():
-    with layerwise.Trainer(new_params(), **MODEL, optimizer=optax.sgd(0.1)) as trainer:
-        trainer.evaluate(BATCHES[0])
-        before = live_bytes()
-        trainer.evaluate(BATCHES[0])
-        assert live_bytes() == before
 
 
 def test_a_trainer_without_an_optimizer_evaluates_and_holds_only_the_weights():

@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import signal
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -107,14 +104,3 @@ def test_the_class_of_each_text_does_not_depend_on_other_texts(tmp_path, capsys,
     assert [name for name, _ in lines] == [name for name, _ in expected]
     assert [float(x) for _, x in lines] == pytest.approx([x for _, x in expected], abs=2e-4)
     assert run(capsys, "--model", folder, texts[0])[1] == out.splitlines(keepends=True)[0]
-
-
-def test_a_reader_that_ends_first_such_as_head_ends_the_command_quietly(monkeypatch, capsys):
-    reader, writer = os.pipe()
-    os.close(reader)
-    monkeypatch.setattr(generate, "generate", lambda _, write, __: write("some text"))
-    with os.fdopen(writer, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert generate.main(["--model", "any", "a prompt"]) == 128 + signal.SIGPIPE
-        monkeypatch.undo()
-    assert capsys.readouterr() == ("", "")

@@ -193,11 +193,6 @@ class OptimizerSettings(HostSettings, ZenFlowSettings, AdamSettings, TrainingSet
         return self.optimizer not in ON_DEVICE
 
     @property
-    def has_masters(self) -> bool:
-        """Returns whether the host has float32 masters; otherwise the weights are float32."""
-        return self.has_engine or self.stream == "weights"
-
-    @property
     def warm_up_rounds(self) -> int:
         """Returns the steps of the full warm-up; `steps` must be known."""
         share = self.full_warm_up_share

@@ -76,15 +76,13 @@ class RunLog:
             per_step = (time.monotonic() - since) / (row.step - first)
             left = datetime.timedelta(seconds=round(per_step * (self._steps - row.step)))
             figures += f"  {left} left"
-        show(self._console, f"{self._counted(row.step)}  {figures}")
+        counted = f"step {row.step:>{len(str(self._steps))}}/{self._steps}"
+        show(self._console, f"{counted}  {figures}")
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
         _append(self._validations, _lines(step, figures))
         values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
         show(self._console, f"validation after {step} steps: {values}")
-
-    def _counted(self, step: int) -> str:
-        return f"step {step:>{len(str(self._steps))}}/{self._steps}"
 
 
 def show(console: Console, line: str) -> None:

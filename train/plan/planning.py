@@ -18,12 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from train.cli.command_line import Planning
 from train.cli.settings import Settings, SettingsError, StepSettings, option_words
-from train.distributed.sharding import (
-    batch_parts,
-    batch_sharding,
-    mesh_axes,
-    weight_shardings,
-)
+from train.distributed.sharding import batch_parts, batch_sharding, mesh_axes, weight_shardings
 from train.huggingface.config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.huggingface.hub import model_folder
 from train.huggingface.json_files import read_object

@@ -17,7 +17,6 @@ from train.cli.settings import StepSettings
 from train.distributed import processes
 from train.distributed.sharding import committed, weight_shardings
 from train.huggingface import loading
-from train.huggingface.chat_template import TEMPLATE, read_template_text
 from train.huggingface.saving import Entry, save_folder, write_by_first, write_file
 from train.huggingface.tensors import leaf_name
 from train.model.decoder import DecoderConfig, parts_that_stream
@@ -171,13 +170,14 @@ def builder(
     `sharding` is the batch's sharding. If layers stream, embedding and head also stream, in parts,
     unless they are tied.
     """
+    # Without an engine and a trainer, the weights are their own masters.
+    dtype = run.dtype if run.has_engine or run.stream == "weights" else "float32"
     parts = parts_that_stream(config, run.stream)
     more = {"parts": parts} if parts > 1 else {}
     return lambda: loading.make_model(
         config,
         labels=labels,
-        # Without an engine and a trainer, the weights are their own masters.
-        weight_dtype=jnp.dtype(run.dtype if run.has_masters else "float32"),
+        weight_dtype=jnp.dtype(dtype),
         compute_dtype=jnp.dtype(run.dtype),
         scan_layers=run.scan_layers,
         remat=run.remat,
@@ -185,11 +185,6 @@ def builder(
         rngs=nnx.Rngs(run.seed),
         **more,
     )
-
-
-def template_files(chat_template: str | None) -> dict[str, str]:
-    """Returns the files, by name, that replace copies from the model's folder in the new folder."""
-    return {} if chat_template is None else {TEMPLATE: read_template_text(Path(chat_template))}
 
 
 def write(

@@ -118,11 +118,10 @@ _SHARED = {f.name for f in dataclasses.fields(OptimizerSettings)} & set(zenflow_
 
 
 def _arguments(settings: OptimizerSettings) -> dict[str, Any]:
-    shared = settings.subset(_SHARED)
     if settings.optimizer == "offload":
-        sending = {"send_gradients": settings.send_gradients}
+        sending = settings.subset(("send_gradients",))
         return sending | {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
-    arguments = shared | {"full_warm_up_rounds": settings.warm_up_rounds}
+    arguments = settings.subset(_SHARED) | {"full_warm_up_rounds": settings.warm_up_rounds}
     if settings.update_interval == "auto":
         arguments |= {"update_interval": zenflow_jax.AutoWindow(), "window_scaling": None}
     if settings.select_interval == "auto":

@@ -15,6 +15,7 @@ from train.cli.command_line import to_toml
 from train.cli.settings import Settings, SettingsError, steps_of
 from train.distributed import processes
 from train.distributed.sharding import batch_sharding, committed, make_mesh
+from train.huggingface.chat_template import TEMPLATE, read_template_text
 from train.huggingface.loading import Pretrained, read_folder
 from train.log.meter import causes_of_infinity, check_finite
 from train.model.decoder import DecoderConfig
@@ -65,7 +66,8 @@ def read(settings: Settings) -> Sources:
             )
     origin = None if settings.model is None else read_folder(settings.model)
     config = models.config_of(origin, settings)
-    texts = models.template_files(settings.chat_template)
+    path = settings.chat_template
+    texts = {} if path is None else {TEMPLATE: read_template_text(Path(path))}
     task = make_task(settings, origin)
     # Validations also use micro-batches, because these fit on the device.
     parts, most = settings.micro_batches, settings.eval_batches

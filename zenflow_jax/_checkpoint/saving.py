@@ -6,7 +6,6 @@ the parts that this process saves, each named after its position in the leaf (se
 
 import contextlib
 import dataclasses
-import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -39,20 +38,15 @@ _POLL_S = 0.1
 class Snapshot:
     """The host's leaves at one moment, in the order in which they are saved.
 
-    Each has `nbytes` and `alias()`; `copy` copies one.
+    Each has `nbytes`, and `copy` returns one in other memory.
 
     A leaf that is overwritten before it is saved is copied, if there is room for copies; otherwise
     its writer waits for the saver, which saves that leaf next.
     """
 
-    def __init__(
-        self,
-        leaves: Mapping[int, Any],
-        copy_bytes: int,
-        copy: Callable[[Any], Any] = operator.methodcaller("copy"),
-    ):
+    def __init__(self, leaves: Mapping[int, Any], copy_bytes: int, copy: Callable[[Any], Any]):
         self._condition = threading.Condition()
-        self._unsaved = {i: leaf.alias() for i, leaf in leaves.items()}
+        self._unsaved = dict(leaves)
         self._copied: set[int] = set()
         self._room, self._copy = copy_bytes, copy
         self._in_use: int | None = None  # the leaf whose memory the saver reads
@@ -161,7 +155,7 @@ class EngineSnapshot:
         if copy_bytes is None:
             copy_bytes = sum(leaf.master.size for leaf in leaves)
         copy = partial(HostLeaf.copy, adam=self._adam)
-        self.unsaved = Snapshot({i: leaves[i] for i in saved}, copy_bytes, copy)
+        self.unsaved = Snapshot({i: leaves[i].alias() for i in saved}, copy_bytes, copy)
         worker.unsaved = [*(x for x in worker.unsaved if not x.done), self.unsaved]
 
     def close(self) -> None:

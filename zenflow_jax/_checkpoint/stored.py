@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +147,14 @@ def file_name(process: int | str, processes: int | str) -> str:
     return f"engine-{numbers[0]}-of-{numbers[1]}.safetensors"
 
 
+@dataclass(eq=False)
 class StoredArray:
     """An array in a saved state, read on demand by slicing as in NumPy."""
 
-    def __init__(self, leaf: int, name: str, shape: tuple[int, ...], dtype: np.dtype):
-        self._name = f"leaves/{leaf}/{name}"
-        self.shape = shape
-        self.dtype = dtype
-        self.pieces: dict[tuple[int, ...], _Tensor] = {}  # by their start indices
-        # Sums of windows without steps are not written.
-        self._zero_elsewhere = name in ("total", "squares")
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: dict[tuple[int, ...], _Tensor] = field(default_factory=dict)  # by their start indices
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part; `index` contains a slice with start and stop for each axis."""
@@ -170,9 +168,10 @@ class StoredArray:
                 place = _slices(low, high, [s.start for s in index])
                 piece.read(_slices(low, high, start), out[place])
                 read += out[place].size
-        if read != out.size and not self._zero_elsewhere:
+        # Sums of windows without steps are not written.
+        if read != out.size and not self.name.endswith(("/total", "/squares")):
             raise ValueError(
-                f"The files have only {read} of {out.size} elements of {self._name} at {index}. "
+                f"The files have only {read} of {out.size} elements of {self.name} at {index}. "
                 "Use another checkpoint."
             )
         return out
@@ -194,7 +193,10 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
             f"{folder} has files from several saves, such as {strange[0]}. Keep one save's files."
         )
     leaves: list[dict[str, Any]] = [
-        {name: StoredArray(i, name, tuple(shape), np.dtype(x)) for name, (x, shape) in leaf.items()}
+        {
+            name: StoredArray(f"leaves/{i}/{name}", tuple(shape), np.dtype(x))
+            for name, (x, shape) in leaf.items()
+        }
         for i, leaf in enumerate(json.loads(metadata["leaves"]))
     ]
     tree: dict[str, Any] = {"leaves": leaves}

@@ -82,9 +82,19 @@ class Evaluation:
 
     def other(self, equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
         """Returns the results of any other equation, which must not read a stack."""
-        if any(map(is_stack, inputs)):
-            raise self._misread(equation, inputs)
-        return _without_stacks(equation, inputs)
+        for x in filter(is_stack, inputs):
+            raise ValueError(
+                f"`{equation.primitive}` reads {x.name} at {self._line(equation)}, but only a scan "
+                "along the first axis can read stacked layers. Stack layers in `params`, move "
+                "operations on them into the scan's body, and do not put the scan inside a loop; "
+                f"leave this leaf out with `{self.chooser}(where=...)`."
+            )
+        pairs = zip(equation.invars, inputs, strict=True)
+        values = {variable: x for variable, x in pairs if not isinstance(variable, Literal)}
+        names = ("",) * len(values), ("",) * len(equation.outvars)
+        info = DebugInfo("equation", str(equation.primitive), *names)
+        single = Jaxpr((), list(values), equation.outvars, [equation], equation.effects, info)
+        return eval_jaxpr(single, (), *values.values())
 
     def rematerialized(self, equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
         """Returns the results of a function inside `jax.checkpoint`, without rematerialization."""
@@ -172,15 +182,6 @@ class Evaluation:
             f"with `{self.chooser}(where=...)`."
         )
 
-    def _misread(self, equation: JaxprEqn, inputs: Sequence[object]) -> ValueError:
-        name = next(x.name for x in inputs if is_stack(x))
-        return ValueError(
-            f"`{equation.primitive}` reads {name} at {self._line(equation)}, but only a scan along "
-            "the first axis can read stacked layers. Stack layers in `params`, move operations on "
-            "them into the scan's body, and do not put the scan inside a loop; leave this leaf out "
-            f"with `{self.chooser}(where=...)`."
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Streaming(Evaluation):
@@ -249,15 +250,6 @@ def _live(jaxpr: Jaxpr) -> list[JaxprEqn]:
             needed.update(x for x in equation.invars if not isinstance(x, Literal))
             live.append(equation)
     return live[::-1]
-
-
-def _without_stacks(equation: JaxprEqn, inputs: Sequence[object]) -> Sequence[Any]:
-    pairs = zip(equation.invars, inputs, strict=True)
-    values = {variable: x for variable, x in pairs if not isinstance(variable, Literal)}
-    names = ("",) * len(values), ("",) * len(equation.outvars)
-    info = DebugInfo("equation", str(equation.primitive), *names)
-    single = Jaxpr((), list(values), equation.outvars, [equation], equation.effects, info)
-    return eval_jaxpr(single, (), *values.values())
 
 
 def _count_scanned(outside: Sequence[Any], inside: Sequence[ShapedArray]) -> int:

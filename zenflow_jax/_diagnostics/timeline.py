@@ -104,7 +104,7 @@ def recorded(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             try:
                 return method(*args, **more)
             finally:
-                recorder.returned = recorder.add("caller", kind, engine._progress.step, start)
+                recorder.returned = recorder.add("caller", kind, engine._progress.run.step, start)
 
         return call
 

@@ -75,10 +75,6 @@ class Progress:
         self._measured: dict[int, jax.Array] = {}
 
     @property
-    def step(self) -> int:
-        return self.run.step
-
-    @property
     def counts(self) -> dict[str, Any]:
         """Returns the fields of `EngineStats` that the schedule decides."""
         shares = self.run.schedule_state.shares
@@ -148,7 +144,7 @@ class Lifecycle:
         self.interrupted = False  # whether a call ended between parameters, state and host
         self.told = False  # whether the end was reported; only once
         self._flushed = True  # whether the last call was a `flush`; a new engine has lost nothing
-        self._saves: list[Future] = []  # of this moment
+        self.saves: list[Future] = []  # of this moment; a save that fails cancels its future
 
     @contextlib.contextmanager
     def change(self, *, flushes: bool = False) -> Iterator[None]:
@@ -158,12 +154,8 @@ class Lifecycle:
         """
         self.interrupted = True
         yield
-        self._flushed, self._saves = flushes, []
+        self._flushed, self.saves = flushes, []
         self.interrupted = False
-
-    def saves(self, written: Future) -> None:
-        """Adds a save of this moment, whose future is cancelled if the save fails."""
-        self._saves.append(written)
 
     @property
     def lost(self) -> str | None:
@@ -174,7 +166,7 @@ class Lifecycle:
 
     def warn(self, error: BaseException | None = None) -> None:
         """Logs the loss once, unless the training ends with `error` or an exception in progress."""
-        saved = any(not written.cancelled() for written in self._saves)
+        saved = any(not written.cancelled() for written in self.saves)
         told, self.told = self.told, True
         if self.lost and not (told or saved or error or sys.exc_info()[0]):
             _logger.warning(self.lost)

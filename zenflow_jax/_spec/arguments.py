@@ -1,7 +1,6 @@
 """Checks the arguments of `zenflow()`."""
 
 import warnings
-from collections.abc import Mapping
 from numbers import Real
 
 import jax
@@ -79,16 +78,6 @@ def check_transfer_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     if kind not in (None, *DTYPES):
         raise ValueError(f"`transfer_dtype` must be bfloat16, float32 or None, got {dtype!r}.")
     return kind
-
-
-def check_static(arguments: Mapping[str, object]) -> None:
-    """Rejects arrays in place of arguments that determine the state's structure."""
-    for name, value in arguments.items():
-        if isinstance(value, jax.Array):
-            raise TypeError(
-                f"`{name}` is an array. With `optax.inject_hyperparams`, pass "
-                "static_args=zenflow_jax.STATIC_ARGS."
-            )
 
 
 def check_numbers(**numbers: object) -> None:

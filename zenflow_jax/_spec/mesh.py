@@ -9,7 +9,7 @@ parallelism), each works only on its *part* of it, as in ZeRO. Otherwise the par
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -20,7 +20,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 ArrayOrShape = jax.Array | jax.ShapeDtypeStruct
 
 
-@runtime_checkable
 class HasShape(Protocol):
     """An array of jax or NumPy, or a shape of jax or of a checkpoint library."""
 

@@ -130,9 +130,8 @@ def warn_of_leaves(
     if offloads and any(0 not in x.shape for x in specs) and all(x.resident for x in specs):
         _logger.warning(
             f"zenflow saves no memory: all {len(specs)} leaves stay on the device (the first is "
-            f"{specs[0].name or 'a bare array'} of shape {specs[0].shape}). It offloads only "
-            "leaves that have two or more axes and do not match `resident`. Leave out "
-            "`optax.flatten`, or change `resident` or `topk_ratio`."
+            f"{specs[0].name or 'a bare array'} of shape {specs[0].shape}). Change `resident` or "
+            "`topk_ratio`, or leave out `optax.flatten`."
         )
     nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     masked = sum(isinstance(x, optax.MaskedNode) for x in nodes)

@@ -52,7 +52,7 @@ class Block:
         paths = self.paths()
         for bundle in self.kind.bundles:
             if saved is None:
-                arrays = bundle.init([_on_device(paths[i], given[i]) for i in bundle.places])
+                arrays = bundle.init([_on_device(given[i]) for i in bundle.places])
                 arrays = moved(HOST, arrays)
             else:
                 shapes = zip(bundle.places, *bundle.shapes, strict=True)
@@ -118,8 +118,7 @@ def _shape_of(path: str, x: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(x, "dtype") or x.dtype not in DTYPES:
         raise TypeError(
             f"{path} is {getattr(x, 'dtype', x)}, but weights must be float32 or bfloat16 arrays. "
-            "Pass other arrays in the batch, or return them from `first` in `shared`; with "
-            "equinox, use `eqx.filter(block, eqx.is_inexact_array)`."
+            "Pass others in the batch; with equinox, use `eqx.filter(block, eqx.is_inexact_array)`."
         )
     first_device = SingleDeviceSharding(jax.local_devices()[0])
     where: Any = getattr(x, "sharding", first_device)
@@ -128,9 +127,7 @@ def _shape_of(path: str, x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.with_memory_kind("device"))
 
 
-def _on_device(path: str, x: Any) -> jax.Array:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        raise TypeError(f"{path} has a shape but no values. Pass an array, or pass `state`.")
+def _on_device(x: Any) -> jax.Array:
     if isinstance(x, jax.Array):
         return x if x.sharding.memory_kind == "device" else moved("device", [x])[0]
     return jax.device_put(x, jax.local_devices()[0])

@@ -108,8 +108,7 @@ class Dispatcher:
             block, made = blocks[i], program.blocks[i]
             kept = [self._moved("device", made, x) for x in inputs.pop()]
             below = self._fetch(i - 1) if i > 1 else outer
-            if self._at_once:
-                self._fetch_early()
+            self._fetch_early()
             shardings = places.pop(), places[-1]
             programs = made.backward(*shardings, len(batches) > 1)
             before = None if i else total

@@ -19,14 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from zenflow_jax.layerwise._tracing import (
-    is_float,
-    key_of,
-    live_inputs,
-    text_of,
-    traced,
-    types_of,
-)
+from zenflow_jax.layerwise._tracing import is_float, key_of, live_inputs, text_of, traced, types_of
 
 # The numbers of arguments of backward programs.
 _TOTAL, _G = 0, 2

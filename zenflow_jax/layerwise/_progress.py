@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from zenflow_jax._device.memory import put_everywhere
 
@@ -31,15 +32,20 @@ class Progress(NamedTuple):
     squares: Any  # float32: each block's sum of squares, as far as gradients are known
 
 
-def new_progress(sizes: Sequence[int], saved: Mapping[str, Any], everywhere: Any) -> Progress:
-    """Returns a run's first progress, on all devices, from its blocks' sizes or saved counts."""
+def new_progress(sizes: Sequence[int], saved: Mapping[str, Any], where: Sharding) -> Progress:
+    """Returns a run's first progress, from its blocks' sizes or saved counts.
+
+    It is on all devices of the sharding `where`.
+    """
+    if isinstance(where, NamedSharding):
+        where = NamedSharding(where.mesh, PartitionSpec())
     shares = np.array(sizes, np.float32) / max(sum(sizes), 1)
     values = [
         *(np.array(saved.get(name, 0), np.int32) for name in SAVED[:2]),
         np.asarray(saved.get("shares", shares), np.float32),
         *(np.float32(1), np.bool_(True), np.int32(0), np.zeros_like(shares)),
     ]
-    return Progress(*(put_everywhere(x, x.shape, everywhere) for x in values))
+    return Progress(*(put_everywhere(x, x.shape, where) for x in values))
 
 
 def decisions(max_grad_norm: float | None, jit: Any, *, at_once: bool) -> tuple[Any, Any]:

@@ -5,7 +5,6 @@ numbered by their position among all leaves. Files contain a checksum for each a
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import types
@@ -33,18 +32,13 @@ _LAYOUT = {LAYOUT_NAME: np.array(2, np.int32)}
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """A bundle's arrays, as a `Snapshot` knows leaves. They never change, so none is copied."""
+    """A bundle's arrays, as a `Snapshot` knows leaves."""
 
     leaves: Sequence[Leaf]
 
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(self.leaves))
-
-    def alias(self) -> "_Kept":
-        return self
-
-    copy = alias
 
 
 class TrainerSnapshot:
@@ -64,7 +58,8 @@ class TrainerSnapshot:
             for block in blocks
             for bundle, arrays in block.bundles
         }
-        self.unsaved = Snapshot(kept, kept_bytes)
+        # The arrays never change: an update makes new ones.
+        self.unsaved = Snapshot(kept, kept_bytes, lambda x: x)
 
     def close(self) -> None:
         """Releases all arrays; unsaved arrays stay unsaved. Safe to call twice."""
@@ -170,12 +165,11 @@ def _checked(saved: StoredArray, checksums: Mapping[str, Any], name: str) -> Sto
         read = lambda index, out: np.copyto(out, values()[index])  # noqa: E731
         return types.SimpleNamespace(shape=piece.shape, read=read)
 
-    new: Any = copy.copy(saved)
-    new.pieces = {
+    pieces: Any = {
         start: checked(x, int(checksums[",".join(map(str, start))]))
         for start, x in saved.pieces.items()
     }
-    return new
+    return dataclasses.replace(saved, pieces=pieces)
 
 
 def _checksum(x: np.ndarray) -> int:

@@ -84,8 +84,7 @@ class ScannedModel:
             stacks = [i for i, pair in enumerate(pairs) if where(*pair)]
         if not stacks:
             raise ValueError(
-                "The loss scans no parameter layer by layer; layers that it stacks itself or calls "
-                "one by one cannot be cut. Scan stacked parameters, or pass "
+                "The loss scans no parameter layer by layer. Scan stacked parameters, or pass "
                 "`first`, `layer` and `last` to `layerwise.Trainer` (docs/layerwise.md)."
             )
         self._stacks, self._length = tuple(stacks), (*self._shapes[stacks[0]].shape, 0)[0]
@@ -139,8 +138,7 @@ class ScannedModel:
         if missing := cut.outputs.keys() - outputs.keys():
             raise ValueError(
                 f"This `last` reads output {min(missing)} of the scan at {cut.scan.line}, which "
-                "the trained loss does not read, so the trainer does not keep it. Let the trained "
-                "loss read it too, for example times zero, or compute it from the last carry."
+                "the trained loss does not read, so it is not kept. Let that loss read it, too."
             )
         return cut.behind(jax.tree.leaves(outer), batch, carry, outputs)
 

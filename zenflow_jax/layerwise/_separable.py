@@ -54,10 +54,9 @@ def check_separable(optimizer: optax.GradientTransformation, name: str, tree: Py
             jax.eval_shape(updates, x, x)
     except Exception as error:
         error.add_note(
-            f"This happened in `optimizer`, called with the tree of {name}, in which each leaf was "
-            "a pair, or all but one were None. A trainer updates one leaf at a time, without other "
-            "arguments than gradients and weights, and its state keeps its shapes: masks and "
-            "labels must be functions of one layer's tree, in which other leaves are None."
+            f"This happened in `optimizer`, which gets only gradients and weights, one leaf at a "
+            f"time: the tree of {name} with None in place of all other leaves. Masks and labels "
+            "must be functions of one layer's tree, and a state must keep its shapes."
         )
         raise
     equations = (x for jaxpr in jaxprs(closed) for x in jaxpr.eqns)
@@ -74,8 +73,7 @@ def check_separable(optimizer: optax.GradientTransformation, name: str, tree: Py
             raise ValueError(
                 f"`optimizer` mixes leaves: its update of {leaf_name(name, path)} also depends on "
                 f"{leaf_name(name, other) if other != path else 'leaves like it'}, but a trainer "
-                "updates one leaf at a time. Clip the global norm with `max_grad_norm`; otherwise "
-                "use an optimizer that treats each leaf by itself."
+                "updates one leaf at a time. Clip the global norm with `max_grad_norm`."
             )
 
 

@@ -27,8 +27,8 @@ def traced(name: str, function: Callable, *args: PyTree) -> tuple[Any, Any]:
         if isinstance(x, jax.Array) and is_float(x):
             raise ValueError(
                 f"{name} uses an array {text_of(x)} that is not among its arguments, so it would "
-                "not be trained. Pass weights as arguments; pass constants in the batch, return "
-                "them from `first` in `shared`, or make them NumPy arrays or Python numbers."
+                "not be trained. Pass weights as arguments, and constants as NumPy arrays or "
+                "Python numbers, or in the batch."
             )
     return closed, result
 

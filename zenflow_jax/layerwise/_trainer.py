@@ -148,7 +148,7 @@ class Trainer:
             (first, layers, last),
             blocks,
             decisions(max_grad_norm, jit, at_once=at_once),
-            new_progress(sizes, counts, _everywhere(weights[0].sharding)),
+            new_progress(sizes, counts, weights[0].sharding),
             _IN_FLIGHT * largest if in_flight_bytes is None else in_flight_bytes,
             jit,
             at_once=at_once,
@@ -313,16 +313,8 @@ class Trainer:
         paths = [path for block in self._blocks for path in block.paths()]
         return (
             f"The optimizer's update of {paths[report - 1]} is not finite in step {step}, though "
-            "its gradient is. Look for NaN in the learning rate's schedule, and resume from the "
-            "last checkpoint."
+            "its gradient is. Look for NaN in the learning rate's schedule."
         )
 
 
 _master = jax.jit(lambda *leaf: jnp.copy(master_of(*leaf)))  # never the trainer's own array
-
-
-def _everywhere(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Returns the sharding of scalars beside an array."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    return sharding

@@ -11,7 +11,6 @@ from jaxtyping import PyTree
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._spec.mesh import HasShape
-from zenflow_jax._spec.rules import is_compact
 from zenflow_jax.layerwise._transfers import bytes_here, nbytes
 from zenflow_jax.planning._gpus import EFFICIENCY, Gpu, gpu_named
 from zenflow_jax.planning._host_work import needs_of
@@ -128,7 +127,6 @@ def plan(
         ({}, 67108864)
     """
     gpu = gpu_named(device)
-    is_compact(host_state)
     weights, arrays = jax.tree.leaves(params), jax.tree.leaves(opt_state)
     engine, saved = {}, []
     if has_state(opt_state):

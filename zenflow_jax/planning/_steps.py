@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.extend.core import Var, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -62,12 +63,9 @@ def products(jaxpr: Any) -> float:
 
     A loop with an unknown number of iterations counts once; unused results are not counted.
     """
+    live: Any = dce_jaxpr(jaxpr, True)[0]
     flops = 0.0
-    needed = {x for x in jaxpr.outvars if isinstance(x, Var)}
-    for equation in reversed(jaxpr.eqns):
-        if needed.isdisjoint(equation.outvars) and not equation.effects:
-            continue
-        needed |= {x for x in equation.invars if isinstance(x, Var)}
+    for equation in live.eqns:
         name = equation.primitive.name
         if name in _TERMS:
             # TF32, for float32 arrays, has half of bfloat16's rate on all GPUs of the table.
