@@ -17,8 +17,7 @@ from train.huggingface.tensors import leaf_name
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DECODERS = ["llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3"]
-ENCODERS = ["bert", "bert_masked"]
-FAMILIES = DECODERS + ENCODERS
+FAMILIES = [*DECODERS, "bert", "bert_masked"]
 
 # The fixture's scaling of rotations, as in configs before transformers 5. In a head of 8, one pair
 # of channels keeps its speed, one is on the ramp and two are slowed down.

@@ -30,7 +30,6 @@ SQUARE = jnp.ones((WIDTH, WIDTH))
 KEY = jax.random.key(0)
 TWO = jnp.float32(2.0)
 SHAPE = jax.ShapeDtypeStruct((2,), jnp.float32)
-FLOAT8 = jnp.ones(2, jnp.float8_e4m3fn)
 times_square = jax.jit(lambda x: x @ SQUARE)
 BAD = np.where(np.arange(24).reshape(4, 6) == 0, -7, BATCHES[2])  # its first token is -7
 
@@ -133,7 +132,7 @@ def test_a_non_finite_loss_skips_the_step_until_a_resumed_run_has_skipped_too_ma
         ({"layer": lambda w, x, s: times_square(x)}, ValueError, "not among its arg"),
         ({"last": lambda o, x, b: jax.random.normal(KEY)}, ValueError, "`last` uses a random key"),
         ({"params": {"outer": {}, "layers": iter([])}}, ValueError, "has no layers"),
-        ({"params": {"outer": FLOAT8, "layers": []}}, TypeError, "outer is float8_e4m3fn"),
+        ({"params": {"outer": SHAPE.update(dtype="int8"), "layers": []}}, TypeError, "is int8"),
         ({"params": {"outer": jax.nn.relu, "layers": []}}, TypeError, r"outer is .*eqx.filter\(bl"),
         ({"params": {"outer": SHAPE, "layers": []}}, TypeError, "without a sharding"),
     ],
@@ -162,11 +161,3 @@ def test_calls_after_an_interrupted_step_are_rejected(monkeypatch):
         trainer.close()
     with pytest.raises(RuntimeError, match="closed"):
         trainer.step(BATCHES[0])
-
-
-def test_a_with_block_closes_the_trainer_though_its_last_step_failed():
-    with pytest.raises(FloatingPointError):  # noqa: PT012
-        with layerwise.Trainer(new_params(), **MODEL, optimizer=optax.sgd(jnp.nan)) as trainer:
-            trainer.step(BATCHES[0])
-    with pytest.raises(RuntimeError, match="closed"):
-        trainer.params()

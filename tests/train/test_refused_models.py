@@ -30,7 +30,6 @@ def with_tensor(name, shape, dtype=np.float32):
         ("bert", {"intermediate_size": 23}, "output.dense (16, 23) (16, 24)"),
         ("llama2", {"num_hidden_layers": 3}, "lacks layers.2. and 8 more"),
         ("qwen2", {"tie_word_embeddings": False}, "`lm_head.weight`"),
-        ("llama2", without("model.norm.weight"), "lacks `norm.weight`"),
         ("bert", without("classifier.weight"), "`classifier.bias`"),
         ("llama2", with_tensor("score.weight", (2,)), "`score.weight`"),
         ("llama2", with_tensor("model.norm.weight", (16,), np.int8), "F32, F16, BF16 I8"),

@@ -66,7 +66,6 @@ def test_the_settings_in_a_runs_folder_mean_this_folder_wherever_it_is(tmp_path,
         (["--text-column", "body"], "`text_column`: must be text, since standard_library does not"),
         (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
     ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 @pytest.mark.usefixtures("as_scripts_run")
 def test_a_mistake_ends_the_command_with_one_line_and_code_2_and_creates_no_folder(
