@@ -130,6 +130,7 @@ WRONG_PARAMS = [
     (lambda: init(PARAMS, channel_axis=2), ValueError, "`channel_axis` is 2 for ['weight']"),
     (lambda: init(PARAMS, channel_axis=lambda path, x: None), ValueError, "is None for"),
     (lambda: init(PARAMS, mask=lambda params: [True]), ValueError, "`mask`"),
+    (lambda: init(PARAMS, mask={"weight": None, "bias": False}), ValueError, "`mask`"),
     (lambda: init(PARAMS, lr_scale={"bias": 1, "weight": -1}), ValueError, "`lr_scale` is -1"),
     (lambda: init(PARAMS, lr_scale=np.inf), ValueError, "`lr_scale` is inf"),
     (lambda: init(ON_HOST), ValueError, IN_HOST_MEMORY),

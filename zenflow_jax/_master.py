@@ -52,11 +52,11 @@ def master_params(params: PyTree, opt_state: PyTree, engine: HostEngine) -> Any:
 def iter_master_params(
     params: PyTree, opt_state: PyTree, engine: HostEngine
 ) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
-    """Yields the leaves of `master_params` one by one, for example to write them to a file.
+    """Returns the leaves of `master_params` one by one, for example to write them to a file.
 
-    Raises the errors of `master_params` at the first leaf, and an error if a step or flush runs in
-    between. The devices hold one leaf's masters at a time if you drop them before you request the
-    next leaf. In a run with several processes, every process must request all leaves.
+    Raises the errors of `master_params`, and an error if a step or flush runs in between. The
+    devices hold one leaf's masters at a time if you drop them before you request the next leaf. In
+    a run with several processes, every process must request all leaves.
 
     Args:
         params: As for `master_params`.
@@ -83,20 +83,25 @@ def iter_master_params(
         place: (leaf, None if leaf.spec.resident else next(numbers))
         for place, leaf in zip(places, state.leaves, strict=True)
     }
+    # Before the first leaf is requested, so that a step in between is noticed.
     step, noted = engine.stats.steps, engine._settled(params, opt_state)
-    for place, (path, weight) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
-        if place not in leaf_at:
-            yield path, weight
-            continue
-        leaf, number = leaf_at[place]
-        engine._check_usable()
-        if engine._tokens.noted is not noted:
-            raise RuntimeError(
-                f"Parameters changed while the masters of step {step} were being read. Read all "
-                "before the next step, `flush` or `iter_master_params`."
-            )
-        host = None if number is None else engine._updates.masters(number, weight)
-        yield path, _master(weight, leaf.replace(spec=leaf.spec.anonymous), host)
+
+    def pairs() -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
+        for place, (path, weight) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+            if place not in leaf_at:
+                yield path, weight
+                continue
+            leaf, number = leaf_at[place]
+            engine._check_usable()
+            if engine._tokens.noted is not noted:
+                raise RuntimeError(
+                    f"Parameters changed while the masters of step {step} were being read. Read "
+                    "all before the next step, `flush` or `iter_master_params`."
+                )
+            host = None if number is None else engine._updates.masters(number, weight)
+            yield path, _master(weight, leaf.replace(spec=leaf.spec.anonymous), host)
+
+    return pairs()
 
 
 @jax.jit

@@ -160,6 +160,8 @@ def test_only_models_are_replaced_and_the_tokenizers_files_are_copied(tmp_path):
     with pytest.raises(ModelError, match=r"not part of a model.*thesis.tex"):
         save_folder(saved, pretrained, params)
     assert (saved / "thesis.tex").exists()
+    with pytest.raises(ModelError, match="that the model was read from"):
+        save_folder(folder, pretrained, params)
 
 
 @pytest.mark.parametrize("exchanges", [True, False])

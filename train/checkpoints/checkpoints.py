@@ -20,6 +20,7 @@ import math
 import re
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -285,8 +286,8 @@ class Checkpoints:
             unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
             warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
             # tensorstore's threads end other writes, for which orbax waits no longer.
-            show = sys.excepthook
-            sys.excepthook = lambda *e: "loop is closed" in str(e[1]) or show(*e)
+            show, here = sys.excepthook, threading.get_ident()
+            sys.excepthook = lambda *error: threading.get_ident() != here or show(*error)
             step, self._writing = self._writing, None
             failed, self._manager = self._manager, None
             if failed is not None:

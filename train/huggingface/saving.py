@@ -111,7 +111,7 @@ def save_folder(
     tensors = _gathered(iter([x for _, x in leaves]) if values is None else values, sources, dtypes)
 
     def write() -> None:
-        _check_replaceable(path)
+        _check_replaceable(path, pretrained.folder)
         head, prefix = HEADS[pretrained.architecture], PREFIXES[pretrained.architecture]
         entries = [
             Entry(name if name.startswith(head) else prefix + name, dtype, layout.shape)
@@ -182,8 +182,10 @@ def _config(
     return config
 
 
-def _check_replaceable(path: Path) -> None:
-    """Raises an error if `path` contains anything but a model."""
+def _check_replaceable(path: Path, origin: Path) -> None:
+    """Raises an error if `path` is the original folder, or contains anything but a model."""
+    if path.resolve() == origin.resolve():
+        raise ModelError(f"{origin} is the folder that the model was read from. Pass another.")
     names = {file.name for file in path.iterdir()} if path.exists() else set()
     extra = sorted(names - {*COPIED, CONFIG, SINGLE, INDEX})
     extra = [x for x in extra if not re.fullmatch(r"model-.*\.safetensors", x)]

@@ -109,11 +109,12 @@ def _spread(name: str, tree: PyTree, params: PyTree, kind: str) -> list[PyTree]:
     The tree may also be a function of `params`.
     """
     tree, values = tree(params) if callable(tree) else tree, list[PyTree]()
+    if tree is None:
+        return [None] * len(jax.tree.leaves(as_pure(params)))
     try:
         jax.tree.map(
             lambda x, part: values.extend([x] * len(jax.tree.leaves(part))),
             *map(as_pure, (tree, params)),
-            is_leaf=lambda x: x is None,
         )
     except ValueError as error:
         raise ValueError(
