@@ -140,13 +140,10 @@ def _orthogonalized(params):
 
     def of_leaf(path: tuple[Any, ...], _: Any) -> Any:
         names = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        return axes if names[-1:] == ["kernel"] and names[0] not in _ENDS else None
+        is_after_blocks = names[0] in ("head", "pooler", "classifier")
+        return axes if names[-1:] == ["kernel"] and not is_after_blocks else None
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
-
-
-# Matrices after the last block.
-_ENDS = ("head", "pooler", "classifier")
 
 
 def _is_bias_or_scale(path: tuple[Any, ...], _: Any) -> bool:
