@@ -15,17 +15,11 @@ from zenflow_jax.planning._host_work import needs_of
 SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
 
 
-@pytest.mark.parametrize(
-    ("sending", "rolling", "host_state"),
-    [
-        ("during_step", False, "compact"),
-        ("after_step", True, "compact"),
-    ],
-)
-def test_the_formula_covers_all_arrays_of_an_engine_and_its_mail(sending, rolling, host_state):
+@pytest.mark.parametrize(("sending", "rolling"), [("during_step", False), ("after_step", True)])
+def test_the_formula_covers_all_arrays_of_an_engine_and_its_mail(sending, rolling):
     settings = Settings(**{**vars(SETTINGS), "rolling": rolling})
-    with Training(FEW, settings, send_gradients=sending, host_state=host_state) as training:
-        need = needs_of(training.state, host_state=host_state)["host"]
+    with Training(FEW, settings, send_gradients=sending, host_state="compact") as training:
+        need = needs_of(training.state, host_state="compact")["host"]
         rest, sums = need["masters, moments"], need["sums"]
         assert training.engine.stats.host_bytes == rest
         for _ in range(10):
@@ -68,9 +62,8 @@ def test_a_leafs_bytes_equal_the_result_worked_out_by_hand():
         state = zenflow_jax.find_state(tx.init(params))
         return needs_of(state, host_state=host_state)["host"]
 
-    assert (
-        need(host_state="compact")["masters, moments"] == 6.1875 * 512**2 + 4 * 512
-    )  # with counts
+    with_counts = 6.1875 * 512**2 + 4 * 512
+    assert need(host_state="compact")["masters, moments"] == with_counts
     # A hand-over needs masters and moments of selected channels.
     assert need(ratio=0.25)["hand-over"] == 12 * 128 * 512
     # There is a mail that is read, a mail that is written, and a placeholder.
