@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 import zenflow_jax
 from tests.reference import Settings
+from zenflow_jax._device.memory import read
 
 
 class Leaf(NamedTuple):
@@ -287,7 +288,7 @@ class Training:
             self.engine.close()
         options = self.engine_options | options
         self.engine = zenflow_jax.HostEngine(self.params, self.state, **options)
-        self.t = int(self.inner.step)
+        self.t = int(read(self.inner.step))
 
     def step(self, *, bad: bool = False) -> None:
         self.t += 1
