@@ -140,8 +140,9 @@ def _orthogonalized(params):
 
     def of_leaf(path: tuple[Any, ...], _: Any) -> Any:
         names = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        is_after_blocks = names[0] in ("head", "pooler", "classifier")
-        return axes if names[-1:] == ["kernel"] and not is_after_blocks else None
+        is_matrix = names[-1:] == ["kernel"]  # a layer's path may be empty
+        is_after_blocks = names[:1] in (["head"], ["pooler"], ["classifier"])
+        return axes if is_matrix and not is_after_blocks else None
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
 
