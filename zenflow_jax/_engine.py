@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from zenflow_jax._checkpoint import resume
+from zenflow_jax._checkpoint import agreement, resume
 from zenflow_jax._checkpoint.saving import EngineSnapshot
+from zenflow_jax._device.checksums import checksum
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import replace_state
@@ -22,14 +23,15 @@ from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, recorded
 from zenflow_jax._exchange import checks
 from zenflow_jax._exchange.integrity import Integrity
+from zenflow_jax._exchange.lifecycle import INTERRUPTED, Lifecycle
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
 from zenflow_jax._exchange.pinned import check_pinned_memory, pin_memory_for_mail
-from zenflow_jax._exchange.progress import INTERRUPTED, Lifecycle, Progress, RunState
+from zenflow_jax._exchange.progress import Progress, RunState
 from zenflow_jax._exchange.tokens import Tokens
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._spec.rules import check_one_of, is_compact
+from zenflow_jax._spec.checks import check_one_of, is_compact
 
 
 class HostEngine:
@@ -103,8 +105,8 @@ class HostEngine:
         state, weights = checks.checked(params, opt_state, engine_state is None)
         self._devices = devices_of(weights)
         # Before the block, because all processes must run this program.
-        params_sum = 0 if engine_state is None else resume.checksum(weights)
-        with resume.failing_together(self._devices):
+        params_sum = 0 if engine_state is None else checksum(weights)
+        with agreement.failing_together(self._devices):
             check_gpus(self._devices)
             run = RunState.first(state)
             if engine_state is not None:
@@ -125,7 +127,7 @@ class HostEngine:
             self._mailbox = Mailbox(worker, state, self._tokens)
             self._lifecycle = life = Lifecycle(updates.pending)
             self._abstract = jax.eval_shape(lambda x: x, state)  # does not keep arrays alive
-        self._tokens.run = resume.agree(
+        self._tokens.run = agreement.agree(
             None, int(read(state.step)), int(read(state.token)), self._devices
         )
         # This must come last: a failed constructor must not leak a thread.

@@ -29,9 +29,9 @@ from zenflow_jax._spec.arguments import (
     check_schedule,
     check_transfer_dtype,
 )
+from zenflow_jax._spec.checks import SendGradients, check_one_of
 from zenflow_jax._spec.groups import assign_groups
 from zenflow_jax._spec.resolve import LeafRules, resolve_specs, warn_of_leaves
-from zenflow_jax._spec.rules import SendGradients, check_one_of
 from zenflow_jax._spec.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 

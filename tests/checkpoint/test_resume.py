@@ -22,7 +22,7 @@ from tests.resuming import (
 )
 from tests.runs import FIRST, SCANNED, SECOND, Training
 from zenflow_jax import AutoSelect, AutoWindow, HostEngine
-from zenflow_jax._spec.rules import UnfitRunError
+from zenflow_jax._spec.checks import UnfitRunError
 from zenflow_jax._version import LAYOUT_NAME
 
 # As a share of a leaf's largest moment: slightly more than half the gap between two 8-bit codes.

@@ -9,7 +9,7 @@ import pytest
 from tests import runs
 from tests.resuming import PLAN, SETTINGS, copied, go, resumed, run_of, saved
 from tests.runs import FIRST, SECOND, Leaf, Training
-from zenflow_jax._checkpoint.resume import checksum
+from zenflow_jax._device.checksums import checksum
 
 TOGETHER = "Save and restore parameters, optimizer state and engine state together"
 

@@ -12,7 +12,7 @@ from tests import comparisons, meshes, runs
 from tests.meshes import IN_RANGES, LEAVES, MORE_LEAVES, STALE
 from tests.resuming import assert_saved, go, put_by_name, resume_by_orbax, save_by_orbax
 from tests.runs import KERNEL, Plan, Settings, Training
-from zenflow_jax._checkpoint.resume import checksum
+from zenflow_jax._device.checksums import checksum
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 

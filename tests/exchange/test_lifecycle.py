@@ -12,7 +12,7 @@ import pytest
 
 from tests.runs import CALM, FEW, Training
 from zenflow_jax import _engine
-from zenflow_jax._exchange.progress import Lifecycle
+from zenflow_jax._exchange.lifecycle import Lifecycle
 
 #: Nothing but updates moves the deferred weights, and all windows close together.
 SETTINGS = dataclasses.replace(CALM, update_interval=2, rolling=False, provisional_share=None)

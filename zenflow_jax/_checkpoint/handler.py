@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future
 
-from zenflow_jax._checkpoint.stored import read_engine_state
+from zenflow_jax._checkpoint.files import read_engine_state
 
 
 class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):

@@ -1,7 +1,7 @@
 """Captures an engine's state at one moment, for a tree in memory or for files.
 
 Each process writes one file, from the host's own memory, while the run continues. The file contains
-the parts that this process saves, each named after its position in the leaf (see `stored.py`).
+the parts that this process saves, each named after its position in the leaf (see `files.py`).
 """
 
 import contextlib
@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from zenflow_jax._checkpoint.resume import checksum, gather
-from zenflow_jax._checkpoint.stored import write_state
+from zenflow_jax._checkpoint.agreement import gather
+from zenflow_jax._checkpoint.files import write_state
 from zenflow_jax._checkpoint.tree import SUMS, arrays_of_leaves, encoded, place_of
+from zenflow_jax._device.checksums import checksum
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._exchange.progress import RunState

@@ -19,8 +19,8 @@ from zenflow_jax._device.memory import mail_rank, to_host, with_rank
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.shards import BLOCK, HOST_ORDER, REPLICATED, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, LeafStates, Static, ZenFlowState, places_of
+from zenflow_jax._spec.checks import SendGradients
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._version import LAYOUT, LAYOUT_NAME
 

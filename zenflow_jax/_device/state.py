@@ -13,8 +13,8 @@ from jax.tree_util import SequenceKey
 from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 from zenflow_jax._device.shards import CHANNELS, PART, REPLICATED
+from zenflow_jax._spec.checks import SendGradients
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._spec.schedule import Schedule
 

@@ -33,8 +33,8 @@ from zenflow_jax._device.shards import (
     placed_gradient,
 )
 from zenflow_jax._device.state import LeafState, places_of
+from zenflow_jax._spec.checks import SendGradients
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.rules import SendGradients
 from zenflow_jax._spec.scalars import AdamScalars
 
 

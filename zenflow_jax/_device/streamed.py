@@ -19,9 +19,9 @@ from jaxtyping import PyTree
 from zenflow_jax._device.gpu_faults import check_slices
 from zenflow_jax._device.state import LeafState, Leaves
 from zenflow_jax._device.step import GradientParts, split_gradient
+from zenflow_jax._spec.checks import SendGradients
 from zenflow_jax._spec.leaf import LeafSpec
 from zenflow_jax._spec.mesh import explicit_axes
-from zenflow_jax._spec.rules import SendGradients
 
 
 class Probes(NamedTuple):

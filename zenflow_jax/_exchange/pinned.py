@@ -16,8 +16,8 @@ from zenflow_jax._device.memory import copy_to_host, upload
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part
 from zenflow_jax._host.state import MAILS_KEPT
+from zenflow_jax._spec.checks import SendGradients, UnfitRunError
 from zenflow_jax._spec.leaf import LeafSpec
-from zenflow_jax._spec.rules import SendGradients, UnfitRunError
 
 #: The maximum number of steps with unread mail: how far Python runs ahead of the device.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}

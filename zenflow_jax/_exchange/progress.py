@@ -1,11 +1,7 @@
-"""An engine's position in its schedule, the numbers that decide the next boundary, and its end."""
+"""An engine's position in its schedule, and the numbers that decide the next boundary."""
 
-import contextlib
 import dataclasses
-import logging
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,17 +12,6 @@ from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._spec.adaptive import ScheduleState
 from zenflow_jax._spec.scalars import StepScalars
 from zenflow_jax._spec.schedule import Boundary, Schedule
-
-_logger = logging.getLogger("zenflow_jax")
-
-INTERRUPTED = (
-    "The engine's last call was interrupted, so parameters, state and host no longer match. Resume "
-    "from the last checkpoint."
-)
-_UPDATES_LOST = (
-    "The engine's last updates never reached the parameters. Call `params, opt_state = "
-    "engine.flush(params, opt_state)` after the last step, before the engine ends."
-)
 
 
 @dataclasses.dataclass
@@ -42,7 +27,7 @@ class RunState:
     counted: list[int]  # steps in the open windows' sums; filled in by a save, as all below
     pending: list[int]  # 1 if the group's update has not reached the parameters
     token: int = 0  # for the next step
-    params: int = 0  # the parameters' checksum (`_checkpoint/resume.py`); 0 if it is unknown
+    params: int = 0  # the parameters' checksum (`_device/checksums.py`); 0 if it is unknown
     step: int = 0  # steps taken so far
     reselections: int = 0  # over all groups, including first selections
 
@@ -130,43 +115,3 @@ class Progress:
         self.run.schedule_state = self.run.schedule_state.close_windows(closes, selects)
         self._measured = measured
         self.run.reselections += int(selects.sum())
-
-
-class Lifecycle:
-    """Knows what is lost if an engine ends, from the calls that have completed.
-
-    An `exchange` or `flush` begins a new moment when it completes. A save belongs to the moment of
-    its call, and counts until it fails, because it may still be running when the engine ends.
-    """
-
-    def __init__(self, pending: Mapping[int, object]):
-        self._pending = pending
-        self.interrupted = False  # whether a call ended between parameters, state and host
-        self.told = False  # whether the end was reported; only once
-        self._flushed = True  # whether the last call was a `flush`; a new engine has lost nothing
-        self.saves: list[Future] = []  # of this moment; a save that fails cancels its future
-
-    @contextlib.contextmanager
-    def change(self, *, flushes: bool = False) -> Iterator[None]:
-        """Begins a new moment if the block completes; otherwise, the run has ended.
-
-        The block includes the caller's `return`, because results that do not arrive are lost.
-        """
-        self.interrupted = True
-        yield
-        self._flushed, self.saves = flushes, []
-        self.interrupted = False
-
-    @property
-    def lost(self) -> str | None:
-        """Describes a loss of updates; None if the last call was a completed `flush`."""
-        if self.interrupted:
-            return INTERRUPTED
-        return _UPDATES_LOST if self._pending and not self._flushed else None
-
-    def warn(self, error: BaseException | None = None) -> None:
-        """Logs the loss once, unless the training ends with `error` or an exception in progress."""
-        saved = any(not written.cancelled() for written in self.saves)
-        told, self.told = self.told, True
-        if self.lost and not (told or saved or error or sys.exc_info()[0]):
-            _logger.warning(self.lost)

@@ -17,7 +17,7 @@ import numpy as np
 
 from zenflow_jax._host.arrays import HostArray, Tile, bits, cut_tiles, flat
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, Sums, Weighted
-from zenflow_jax._spec.rules import check_int_or_none, check_one_of
+from zenflow_jax._spec.checks import check_int_or_none, check_one_of
 from zenflow_jax._spec.scalars import AdamScalars, WindowStep
 
 # Maximum number of elements that a thread takes at once. Numba streams through memory and evicts

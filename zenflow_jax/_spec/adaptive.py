@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from zenflow_jax._spec.rules import check_int, check_share, round_up
+from zenflow_jax._spec.checks import check_int, check_share, round_up
 
 
 @dataclasses.dataclass(frozen=True)

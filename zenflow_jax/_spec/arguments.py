@@ -9,8 +9,8 @@ import numpy as np
 from jax.core import Tracer
 
 from zenflow_jax._spec.adaptive import AutoSelect, AutoWindow, Select, Window
+from zenflow_jax._spec.checks import check_int, check_int_or_none, check_share
 from zenflow_jax._spec.leaf import DTYPES
-from zenflow_jax._spec.rules import check_int, check_int_or_none, check_share
 from zenflow_jax._spec.schedule import Schedule
 
 #: Arguments that may be arrays, including traced ones. All others determine the state's structure.

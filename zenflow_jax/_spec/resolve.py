@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from zenflow_jax._spec.checks import round_up
 from zenflow_jax._spec.leaf import DTYPES, LeafSpec, as_pure, plain_name
 from zenflow_jax._spec.mesh import divide_blocks, placement_of
-from zenflow_jax._spec.rules import round_up
 
 _logger = logging.getLogger("zenflow_jax")
 

@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._exchange.pinned import check_pinned
+from zenflow_jax._spec.checks import UnfitRunError
 from zenflow_jax._spec.leaf import DTYPES
-from zenflow_jax._spec.rules import UnfitRunError
 from zenflow_jax.layerwise._optimizer import Bundle, Kind
 from zenflow_jax.layerwise._separable import check_separable, leaf_name
 from zenflow_jax.layerwise._transfers import moved

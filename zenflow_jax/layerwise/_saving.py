@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from zenflow_jax._checkpoint.files import StoredArray, write_state
 from zenflow_jax._checkpoint.saving import Snapshot
-from zenflow_jax._checkpoint.stored import StoredArray, write_state
 from zenflow_jax._device.memory import HOST, upload
-from zenflow_jax._spec.rules import UnfitRunError
+from zenflow_jax._spec.checks import UnfitRunError
 from zenflow_jax.layerwise._blocks import Block, devices_of
 from zenflow_jax.layerwise._optimizer import Leaf, leaves_of
 from zenflow_jax.layerwise._transfers import stays

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from zenflow_jax._device.gpu_faults import check_gpus
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._spec.arguments import check_numbers
-from zenflow_jax._spec.rules import UnfitRunError, check_int_or_none, check_one_of
+from zenflow_jax._spec.checks import UnfitRunError, check_int_or_none, check_one_of
 from zenflow_jax.layerwise._blocks import Block, checksum_of_names, devices_of, make_blocks
 from zenflow_jax.layerwise._dispatch import Dispatcher
 from zenflow_jax.layerwise._optimizer import leaves_of, master_of

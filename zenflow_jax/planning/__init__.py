@@ -6,7 +6,7 @@ compiles the step for a GPU that this machine need not have. `plan_layerwise` pl
 
 from zenflow_jax._exchange.pinned import LIMIT_NAME as LIMIT_NAME
 from zenflow_jax._exchange.pinned import limit_for as limit_for
-from zenflow_jax._spec.rules import UnfitRunError as UnfitRunError
+from zenflow_jax._spec.checks import UnfitRunError as UnfitRunError
 from zenflow_jax.planning._gpus import BEST_EFFICIENCY as BEST_EFFICIENCY
 from zenflow_jax.planning._gpus import EFFICIENCY as EFFICIENCY
 from zenflow_jax.planning._gpus import GPUS as GPUS

@@ -13,7 +13,7 @@ from zenflow_jax._exchange.pinned import buffers, most_kept
 from zenflow_jax._host.arrays import bytes_of
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
-from zenflow_jax._spec.rules import is_compact
+from zenflow_jax._spec.checks import is_compact
 
 _FLOAT32 = 4
 

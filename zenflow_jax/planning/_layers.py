@@ -11,8 +11,8 @@ import optax
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
+from zenflow_jax._spec.checks import check_one_of
 from zenflow_jax._spec.mesh import ArrayOrShape
-from zenflow_jax._spec.rules import check_one_of
 from zenflow_jax.layerwise._dispatch import AHEAD, fetched_early
 from zenflow_jax.layerwise._optimizer import Kind
 from zenflow_jax.layerwise._programs import trace_model
