@@ -30,7 +30,7 @@ from tests.resuming import (
 )
 from tests.runs import FIRST, ONE, SCANNED, Training
 from zenflow_jax import EngineCheckpointHandler
-from zenflow_jax._checkpoint import resume, saving
+from zenflow_jax._checkpoint import saving
 from zenflow_jax._checkpoint.saving import Snapshot
 
 ALL = 10**9  # bytes
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_changes_before_its_engine_is_created_is_rejected(tmp_
         path.unlink()
         told = []  # reports to processes that still see the file and would otherwise wait
         with monkeypatch.context() as patch:
-            patch.setattr(resume, "agree", lambda problem, *_: told.append(problem))
+            patch.setattr(agreement, "agree", lambda problem, *_: told.append(problem))
             with pytest.raises(FileNotFoundError, match="No such file.*safetensors"):
                 resumed(training, (training.params, training.state, restored))
         assert "No such file" in told[0]
