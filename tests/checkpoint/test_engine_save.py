@@ -30,7 +30,7 @@ from tests.resuming import (
 )
 from tests.runs import FIRST, ONE, SCANNED, Training
 from zenflow_jax import EngineCheckpointHandler
-from zenflow_jax._checkpoint import saving
+from zenflow_jax._checkpoint import agreement, saving
 from zenflow_jax._checkpoint.saving import Snapshot
 
 ALL = 10**9  # bytes
