@@ -25,6 +25,7 @@ def config_file(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("rolling = true", "unknown keys: rolling. Remove them."),
         ("steps = -1", "`steps`: must be a finite number of at least 0"),
         ("learning_rate = nan", "`learning_rate`: must be a finite number above 0, but is nan"),
         ('run = ".."', "`run`: must be the name of a folder"),

@@ -20,7 +20,6 @@ import math
 import re
 import shutil
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -286,8 +285,8 @@ class Checkpoints:
             unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
             warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
             # tensorstore's threads end other writes, for which orbax waits no longer.
-            show, here = sys.excepthook, threading.get_ident()
-            sys.excepthook = lambda *error: threading.get_ident() != here or show(*error)
+            show = sys.unraisablehook
+            sys.unraisablehook = lambda x: "loop is closed" in str(x.exc_value) or show(x)
             step, self._writing = self._writing, None
             failed, self._manager = self._manager, None
             if failed is not None:

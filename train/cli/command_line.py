@@ -62,7 +62,10 @@ def load_settings(path: str | Path) -> Settings:
     Whole numbers are accepted for floats.
     """
     path = CONFIGS / f"{path}.toml" if path in shipped() else Path(path)
-    words = ["=".join(option_words(key, value)) for key, value in _read_toml(path).items()]
+    values = _read_toml(path)
+    if unknown := sorted(values.keys() - {x.name for x in dataclasses.fields(Settings)}):
+        raise SettingsError(f"{path}: unknown keys: {', '.join(unknown)}. Remove them.")
+    words = ["=".join(option_words(key, value)) for key, value in values.items()]
     try:
         return read_arguments([Settings], words, program=PROGRAM, description=None)[0]
     except Failure as error:

@@ -237,6 +237,9 @@ class Settings(OutputSettings, StepSettings, DataSettings):
             self._check(name, getattr(self, name) in values, allowed)
         has_moments = self.host_state == "float32" or self.optimizer not in WITHOUT_MOMENTS
         self._check("host_state", has_moments, f"float32, because {self.optimizer} has no moments")
+        # Each head rotates pairs of channels.
+        multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
+        self._check("width", self.width % (2 * self.heads) == 0, multiple)
 
     def _check(self, name: str, fits: bool, expected: str) -> None:
         if not fits:

@@ -150,6 +150,7 @@ class Run:
             number = self.stop.after(step)
             if not number and self._is_validated(step):
                 self._validated(step)
+                number = self.stop.after(step) if jax.process_count() == 1 else None
             if number:  # the signal's sender may not wait long
                 self._save(step)
                 self.checkpoints.wait()
